@@ -1,0 +1,109 @@
+"""Blocks of a draft: where they start, where they stand, what they are asked and what counts.
+
+A block is one anchor (slot 0: a committed, clean token) and K-1 mask slots; slot k predicts the token
+at its own position, `anchor + k`. Everything is at absolute positions.
+
+Shapes: B batch, S sequence, N blocks per sequence, K block size, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Where the blocks of a sequence start. Invalid blocks keep their place, so shapes are fixed."""
+
+    positions_BN: Tensor
+    valid_BN: Tensor
+
+    def take(self, count: int) -> Anchors:
+        """The first `count` blocks. Anchors are in random order, so this is a random subset."""
+        return Anchors(self.positions_BN[:, :count], self.valid_BN[:, :count])
+
+
+def draw_anchors(
+    loss_mask_BS: Tensor, sample_ids_B: Tensor, num_anchors: int, *, seed: int, step: int
+) -> Anchors:
+    """Draw anchors uniformly without replacement among the positions that can be one.
+
+    A position can be an anchor when it and the next one are supervised, so that the first draft of
+    every block has a label. The order is random and depends on (seed, step, sample id) only: not on
+    the global random state, the batch's composition or the number of processes.
+    """
+    eligible_BS = loss_mask_BS.clone()
+    eligible_BS[:, :-1] &= loss_mask_BS[:, 1:]
+    eligible_BS[:, -1] = False
+    width = loss_mask_BS.shape[1]
+    rows = [
+        torch.rand(width, generator=_generator(seed, step, sample_id), dtype=torch.float64)
+        for sample_id in sample_ids_B.tolist()
+    ]
+    keys_BS = torch.stack(rows).to(loss_mask_BS.device).masked_fill(~eligible_BS, 2.0)
+    keys_BN, positions_BN = keys_BS.sort(dim=-1)
+    valid_BN = keys_BN < 2.0
+    missing = num_anchors - width
+    if missing > 0:
+        positions_BN = torch.nn.functional.pad(positions_BN, (0, missing))
+        valid_BN = torch.nn.functional.pad(valid_BN, (0, missing))
+    positions_BN, valid_BN = positions_BN[:, :num_anchors], valid_BN[:, :num_anchors]
+    return Anchors(positions_BN.masked_fill(~valid_BN, 0), valid_BN)
+
+
+def _generator(seed: int, step: int, sample_id: int) -> torch.Generator:
+    # SplitMix64's odd multipliers spread the three numbers over the 64-bit seed.
+    mixed = seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + sample_id * 0x94D049BB133111EB
+    return torch.Generator().manual_seed(mixed % 2**63)
+
+
+def slot_positions(anchors_BN: Tensor, block_size: int) -> Tensor:
+    """Absolute position of each slot, `[B, N, K]`: the anchor's plus 0..K-1."""
+    return anchors_BN.unsqueeze(-1) + torch.arange(block_size, device=anchors_BN.device)
+
+
+def gather_slots(values_BS: Tensor, anchors_BN: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """`values` at each slot's position, `[B, N, K]`, and whether that position exists."""
+    positions_BNK = slot_positions(anchors_BN, block_size)
+    length = values_BS.shape[1]
+    index = positions_BNK.clamp(max=length - 1).flatten(1)
+    return values_BS.gather(1, index).view_as(positions_BNK), positions_BNK < length
+
+
+def slot_labels(
+    input_ids_BS: Tensor, loss_mask_BS: Tensor, anchors: Anchors, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Labels of slots 1..K-1 and whether each is supervised, both `[B, N, K-1]`.
+
+    A slot counts when its block is valid and its position is supervised and inside the sequence.
+    """
+    labels_BNK, inside_BNK = gather_slots(input_ids_BS, anchors.positions_BN, block_size)
+    mask_BNK, _ = gather_slots(loss_mask_BS, anchors.positions_BN, block_size)
+    supervised_BNK = mask_BNK & inside_BNK & anchors.valid_BN.unsqueeze(-1)
+    return labels_BNK[..., 1:], supervised_BNK[..., 1:]
+
+
+def next_anchors(anchors: Anchors, num_accepted_BN: Tensor, loss_mask_BS: Tensor, block_size: int) -> Anchors:
+    """Anchors of the next rollout round: `A' = A + a + 1`, the position of the bonus token.
+
+    A block ends its rollout (becomes invalid) when every draft was accepted, since nothing is left
+    to relay, and when A' or the position after it is not supervised.
+    """
+    moved_BN = anchors.positions_BN + num_accepted_BN + 1
+    pair_BN2, inside_BN2 = gather_slots(loss_mask_BS, moved_BN, 2)
+    rejected_BN = num_accepted_BN < block_size - 1
+    valid_BN = anchors.valid_BN & rejected_BN & (pair_BN2 & inside_BN2).all(-1)
+    return Anchors(moved_BN.masked_fill(~valid_BN, 0), valid_BN)
+
+
+def slot_inputs(
+    anchor_embeds_BND: Tensor, mask_embed_D: Tensor, block_size: int, relay_BNKD: Tensor | None = None
+) -> Tensor:
+    """Input embeddings of a block, `[B, N, K, D]`: the anchor's token, then mask (+ relay) slots."""
+    masks = mask_embed_D.expand(*anchor_embeds_BND.shape[:-1], block_size - 1, -1)
+    if relay_BNKD is not None:
+        masks = masks + relay_BNKD[..., 1:, :]
+    return torch.cat([anchor_embeds_BND.unsqueeze(-2), masks], dim=-2)

@@ -1,0 +1,1 @@
+"""Conversations in, token batches out. Import the submodule you need; nothing heavy loads here."""

@@ -1,0 +1,83 @@
+"""Held-out prompts for real decoding."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflow_lightning.data.rows import Row, read_rows
+from dflow_lightning.data.template import ChatEncoder
+from dflow_lightning.errors import InputError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation that waits for its answer; `reference_ids` is the file's, end token included.
+
+    Without an answer in the file `reference_ids` is empty.
+    """
+
+    id: str
+    family: str
+    token_ids: list[int]
+    reference_ids: list[int]
+
+
+def read_prompts(
+    tokenizer: Any,
+    path: Path,
+    *,
+    enable_thinking: bool = False,
+    per_family: int | None = None,
+    max_length: int | None = None,
+    field: str = "prompts",
+) -> list[Prompt]:
+    """Prompts of a JSONL file, whose rows need no answer.
+
+    Args:
+        per_family: take that many of each family (`first_per_family`).
+        max_length: longest prompt allowed, in tokens.
+        field: the setting that named the file, for messages.
+
+    Raises:
+        InputError: the file, a row of it or the tokenizer does not fit.
+    """
+    rows = first_per_family(read_rows(path, field=field, need_answer=False), per_family)
+    prompts = make_prompts(ChatEncoder(tokenizer, enable_thinking=enable_thinking), rows)
+    for row, prompt in zip(rows, prompts, strict=True):
+        if max_length is not None and len(prompt.token_ids) > max_length:
+            raise InputError(
+                f"{row.where} has a prompt of {len(prompt.token_ids)} tokens, more than "
+                f"{max_length}; shorten it"
+            )
+    return prompts
+
+
+def make_prompts(encoder: ChatEncoder, rows: Iterable[Row]) -> list[Prompt]:
+    """Cut each conversation before its last answer."""
+    prompts = []
+    for row in rows:
+        try:
+            token_ids = encoder.prompt(row.prompt)
+            answer = encoder.segments(row.messages)[-2:-1] if row.is_answered else []
+        except InputError as error:
+            raise InputError(f"{row.where}: {error}") from error
+        reference_ids = encoder.encode([answer])[0].input_ids
+        prompts.append(Prompt(row.id, row.family, token_ids, reference_ids))
+    return prompts
+
+
+def first_per_family(rows: Sequence[Row], count: int | None) -> list[Row]:
+    """At most `count` rows of each family, all of them for None, family by family.
+
+    Which rows these are follows from their ids alone: not from a seed, so that runs with different
+    seeds are measured on the same prompts, and not from the order of the file.
+    """
+    families: dict[str, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: hashlib.sha256(row.id.encode()).digest()):
+        families[row.family].append(row)
+    return [row for family in sorted(families) for row in families[family][:count]]

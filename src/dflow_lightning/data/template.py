@@ -1,0 +1,279 @@
+"""Conversations to token ids and loss mask, by the tokenizer's own chat template.
+
+What is supervised is found by rendering the conversation several times and comparing the texts, so
+that any template works and none has to mark its answers:
+
+    prompt   `<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n`
+    answer   `Hello.<|im_end|>`          the assistant's text and the token that ends its turn
+    rest     `\\n`
+
+The three parts are tokenized apart. No token crosses from the prompt into the answer, which is how
+the target meets them when it decodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+
+from dflow_lightning.errors import InputError
+
+Message = Mapping[str, str]
+Supervise = Literal["all_turns", "last_turn"]
+
+# Special tokens that an assistant writes itself; in anyone else's text they are plain text.
+ASSISTANT_TOKENS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
+WRITTEN_BY_PEOPLE = ("content", "reasoning_content")  # the fields of a message that hold free text
+PRIVATE_USE = range(0xE000, 0xF900)  # code points that stand in for text while a template runs
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """Token ids of one conversation; the mask is true on the tokens the drafter learns from."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a rendered conversation that is tokenized on its own.
+
+    `hidden` maps the stand-ins in `text` to spellings of special tokens that someone typed.
+    """
+
+    text: str
+    supervised: bool
+    hidden: Mapping[str, str]
+
+
+def render_prompt(
+    tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool = False
+) -> list[int]:
+    """Token ids of a conversation up to where the assistant's next answer begins."""
+    return ChatEncoder(tokenizer, enable_thinking=enable_thinking).prompt(messages)
+
+
+def encode_conversation(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    enable_thinking: bool = False,
+    supervise: Supervise = "all_turns",
+) -> EncodedRow:
+    """Token ids and loss mask of a whole conversation.
+
+    A row whose answer the target could have written begins with exactly the ids of `render_prompt`.
+    """
+    encoder = ChatEncoder(tokenizer, enable_thinking=enable_thinking, supervise=supervise)
+    return encoder.encode([encoder.segments(messages)])[0]
+
+
+class ChatEncoder:
+    """The chat template of one tokenizer with its settings; make one and encode many rows.
+
+    Raises:
+        InputError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, enable_thinking: bool = False, supervise: Supervise = "all_turns"
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            name = getattr(tokenizer, "name_or_path", "") or "given"
+            raise InputError(
+                f"the tokenizer {name} has no chat template; use an instruction-tuned target or "
+                "add a chat_template.jinja to its folder"
+            )
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
+        self.supervise = supervise
+        added = tokenizer.added_tokens_decoder
+        special = (token.content for token in added.values() if token.special)
+        # The longest first: one spelling may contain another.
+        self._specials = {
+            text: tokenizer.convert_tokens_to_ids(text) for text in _by_length(special)
+        }
+        self._special = _any_of(self._specials)
+        self._added = _any_of(_by_length(token.content for token in added.values()))
+        self._guard = self._find_guard()
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of the conversation and the header of the answer to come."""
+        row = self.encode([self.segments(messages, answer_next=True)])[0]
+        return row.input_ids
+
+    def segments(self, messages: Sequence[Message], *, answer_next: bool = False) -> list[Segment]:
+        """Render a conversation and cut it where a supervised stretch begins or ends.
+
+        Raises:
+            InputError: the template refuses the conversation or rewrites the assistant's text.
+        """
+        messages, hidden = self._hide_specials(messages)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        text = self._render(messages, answer_next)
+        found: list[Segment] = []
+        position = 0
+        for turn in turns:
+            start, end = self._answer_span(messages, turn, text, answer_next)
+            supervised = self.supervise == "all_turns" or turn == turns[-1]
+            found.append(Segment(text[position:start], False, hidden))
+            found.append(Segment(text[start:end], supervised, hidden))
+            position = end
+        found.append(Segment(text[position:], False, hidden))
+        return found
+
+    def encode(self, rows: Sequence[Sequence[Segment]]) -> list[EncodedRow]:
+        """Tokenize the segments of many rows in one call."""
+        ids_of = iter(self._tokenize([segment for row in rows for segment in row]))
+        encoded = []
+        for row in rows:
+            parts = [(next(ids_of), segment.supervised) for segment in row]
+            encoded.append(
+                EncodedRow(
+                    list(chain.from_iterable(ids for ids, _ in parts)),
+                    [supervised for ids, supervised in parts for _ in ids],
+                )
+            )
+        return encoded
+
+    def _render(
+        self, messages: Sequence[Message], answer_next: bool, thinking: bool | None = None
+    ) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=answer_next,
+                enable_thinking=self.enable_thinking if thinking is None else thinking,
+            )
+        except TemplateError as error:
+            raise InputError(f"the chat template refuses the conversation ({error})") from error
+
+    def _answer_span(
+        self, messages: Sequence[Message], turn: int, text: str, answer_next: bool
+    ) -> tuple[int, int]:
+        """Where the answer of message `turn` stands in `text`, its end token included."""
+        mark = _unused_characters(messages, 1)[0]
+        marked = [*messages]
+        marked[turn] = {**messages[turn], "content": mark}
+        before, found, after = self._render(marked, answer_next).partition(mark)
+        if not found:
+            raise InputError(
+                "the chat template leaves out an answer, so it has no supervised token"
+            )
+        start = self._answer_start(messages[:turn], text, before)
+        end = len(text) - len(after)
+        if start > end or not text.endswith(after):
+            raise InputError(
+                "the chat template writes something else around an answer for each answer"
+            )
+        # The turn on its own shows how it ends, and that the end is not the next turn's beginning.
+        last = turn == len(messages) - 1 and not answer_next
+        closing = after if last else self._render(marked[: turn + 1], False).partition(mark)[2]
+        ends = [match.end() for match in self._added.finditer(closing)]
+        if ends and after.startswith(closing[: ends[-1]]):
+            end += ends[-1]
+        return start, end
+
+    def _answer_start(self, past: Sequence[Message], text: str, before: str) -> int:
+        """Where the answer to `past` begins in `text`; `before` is what precedes its content.
+
+        What a generation prompt ends with is given to the target and not learned: the header and
+        the empty think block. Turns that are history may lack that block.
+        """
+        header = self._render(past, True)
+        if header == before and text.startswith(header):
+            return len(header)
+        headers = header, *(self._render(past, True, thinking) for thinking in (True, False))
+        starts = [len(header) for header in headers if text.startswith(header)]
+        if not starts and not text.startswith(before):
+            raise InputError(
+                "the chat template writes something else before an answer for each answer"
+            )
+        return max(starts, default=len(before))
+
+    def _hide_specials(
+        self, messages: Sequence[Message]
+    ) -> tuple[Sequence[Message], Mapping[str, str]]:
+        """Replace special tokens that someone spelled out by characters no template reacts to."""
+        if not any(
+            self._special.search(message.get(field) or "")
+            for message in messages
+            for field in WRITTEN_BY_PEOPLE
+        ):
+            return messages, {}
+        stand_ins = dict(
+            zip(self._specials, _unused_characters(messages, len(self._specials)), strict=True)
+        )
+        shown = []
+        for message in messages:
+            allowed = ASSISTANT_TOKENS if message["role"] == "assistant" else frozenset()
+
+            def hide(match: re.Match[str], allowed: frozenset[str] = allowed) -> str:
+                return match[0] if match[0] in allowed else stand_ins[match[0]]
+
+            texts = {
+                f: self._special.sub(hide, message[f]) for f in WRITTEN_BY_PEOPLE if message.get(f)
+            }
+            shown.append({**message, **texts})
+        return shown, {character: text for text, character in stand_ins.items()}
+
+    def _find_guard(self) -> str:
+        """A special token to put before a segment, where the tokenizer treats a text's start apart.
+
+        SentencePiece vocabularies write a space before the first word of a text, which must not
+        happen in the middle of a conversation.
+        """
+        end = self.tokenizer.eos_token or ""
+        if not end or self._plain_ids("a") == self._plain_ids(end + "a")[1:]:
+            return ""
+        return end
+
+    def _plain_ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _tokenize(self, segments: Sequence[Segment]) -> list[list[int]]:
+        first = 1 if self._guard else 0
+        texts = [self._guard + segment.text for segment in segments]
+        # A tokenizer returns a BatchEncoding; the ids alone are asked for by name.
+        found = self.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        return [
+            self._tokenize_hidden(segment) if segment.hidden else ids[first:]
+            for segment, ids in zip(segments, found, strict=True)
+        ]
+
+    def _tokenize_hidden(self, segment: Segment) -> list[int]:
+        """Ids of a text whose spelled special tokens are plain, and the template's are not."""
+        ids: list[int] = []
+        for piece in self._special.split(segment.text):
+            if piece in self._specials:
+                ids.append(self._specials[piece])
+                continue
+            for stand_in, spelled in segment.hidden.items():
+                piece = piece.replace(stand_in, spelled)
+            ids += self.tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+
+def _by_length(texts: Iterable[str]) -> list[str]:
+    return sorted(texts, key=len, reverse=True)
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches, and on splitting keeps, any of the texts; nothing when there are none."""
+    return re.compile(f"({'|'.join(map(re.escape, texts)) or '(?!)'})")
+
+
+def _unused_characters(messages: Sequence[Message], count: int) -> list[str]:
+    """Private-use characters that occur nowhere in the conversation."""
+    used = set().union(*(str(value) for message in messages for value in message.values()))
+    free = (chr(point) for point in PRIVATE_USE if chr(point) not in used)
+    return [character for character, _ in zip(free, range(count), strict=False)]

@@ -1,0 +1,36 @@
+"""From a block's start to its draft tokens: the steps that training and decoding share.
+
+Shapes: B batch, N blocks per sequence, K block size, D hidden.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dflow_lightning.blocks import slot_inputs
+from dflow_lightning.drafter import ContextKV, Drafter
+from dflow_lightning.relay import Relay, RelayInput
+from dflow_lightning.target import FrozenTarget
+
+
+def embed_blocks(
+    target: FrozenTarget, drafter: Drafter, relay: Relay | None, anchor_ids_BN: Tensor, rows: RelayInput | None
+) -> Tensor:
+    """Slot inputs, `[B, N, K, D]`: the anchor's embedding, then masks corrected by the relay."""
+    dtype = drafter.fc.weight.dtype
+    correction = None
+    if relay is not None and rows is not None:
+        bonus, rejected = target.embed(rows.bonus_BN).to(dtype), target.embed(rows.rejected_BN).to(dtype)
+        correction = relay(rows.h_BNKD, bonus, rejected, rows.valid_BNK)
+    mask_id = anchor_ids_BN.new_tensor(drafter.dims.mask_token_id)
+    return slot_inputs(
+        target.embed(anchor_ids_BN).to(dtype), target.embed(mask_id).to(dtype), drafter.dims.block_size, correction
+    )
+
+
+def draft_tokens(
+    target: FrozenTarget, drafter: Drafter, x_BNKD: Tensor, context: list[ContextKV], anchors_BN: Tensor
+) -> Tensor:
+    """Greedy drafts of slots 1..K-1, `[B, N, K-1]`, from one drafter forward."""
+    hidden_BNKD = drafter(x_BNKD, context, anchors_BN)
+    return target.head(hidden_BNKD[..., 1:, :].to(target.dtype)).argmax(-1)

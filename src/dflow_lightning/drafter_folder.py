@@ -1,0 +1,277 @@
+"""Reading a drafter from its folder, strictly: what does not fit is named, never guessed.
+
+Serving stacks skip unknown tensors, leave missing ones random and fall back to defaults without a
+word; whoever decodes with us learns of it here. Only safetensors and JSON are read.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from dflow_lightning.drafter import Drafter, DrafterDims, check_mask_token_id
+from dflow_lightning.errors import InputError
+from dflow_lightning.relay import Relay
+from dflow_lightning.target import FrozenTarget
+
+FORMAT_VERSION = 1
+ARCHITECTURE = "DFlashDraftModel"
+LAYOUT = "anchor_first"
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+# Keys of published files that would make a different model, and the only values we can follow.
+NEUTRAL = {
+    "is_causal": (False,),
+    "use_sliding_window": (False,),
+    "attention_bias": (False,),
+    "causal": (False,),
+    "use_swa": (False,),
+    "shift_label": (False,),
+    "sample_from_anchor": (False,),
+    "input_embedding_scale": (1.0,),
+    "output_multiplier": (1.0,),
+    "final_logit_softcapping": (0.0,),
+}
+
+
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter read from files, in the target's dtype and on its device.
+
+    Args:
+        relay: None when the folder is a DFlash drafter.
+        first_rejected: whether the relay was trained to use the row of the first rejected token.
+        config: config.json as it stands.
+    """
+
+    drafter: Drafter
+    relay: Relay | None
+    first_rejected: bool
+    config: dict[str, Any]
+
+
+def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
+    """Read an export of `dflow-train export`, or a DFlash folder in z-lab's layout, for `target`.
+
+    Raises:
+        InputError: the folder is incomplete, damaged, of another model, or of another target.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(
+            f"drafter: {folder} does not exist; give a folder that dflow-train export wrote"
+        )
+    config = read_config(folder / "config.json")
+    dims = dims_from_config(config, folder)
+    check_target(config, dims, target, folder)
+    drafter = Drafter(dims)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    load_tensors(drafter, folder / "model.safetensors", dtype if "dflow_config" in config else None)
+    relay, first_rejected = _load_relay(folder, config, dims)
+    for part in (drafter, relay):
+        if part is not None:
+            part.to(target.device, target.dtype).eval().requires_grad_(False)
+    return LoadedDrafter(drafter, relay, first_rejected, config)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise InputError(f"drafter: {path.parent} holds no {path.name}; export the drafter again")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(
+            f"drafter: {path} is not JSON ({error}); export the drafter again"
+        ) from None
+    if not isinstance(config, dict):
+        raise InputError(f"drafter: {path} is not a JSON object; export the drafter again")
+    return config
+
+
+def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
+    """The drafter's dimensions, from config.json alone."""
+    draft = config.get("dflash_config") or {}
+    if config.get("architectures") != [ARCHITECTURE]:
+        raise InputError(
+            f"drafter: {folder} has architectures {config.get('architectures')}; only "
+            f"{[ARCHITECTURE]} can be decoded"
+        )
+    for key, allowed in NEUTRAL.items():
+        for place in (draft, config):
+            if place.get(key) is not None and place[key] not in allowed:
+                raise InputError(
+                    f"drafter: {folder} sets {key} to {place[key]}, which is not supported"
+                )
+    kinds = set(config.get("layer_types") or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise InputError(
+            f"drafter: {folder} has layer_types {sorted(kinds)}; only full_attention can be decoded"
+        )
+    if (
+        "block_size" in draft
+        and config.get("block_size", draft["block_size"]) != draft["block_size"]
+    ):
+        raise InputError(
+            f"drafter: {folder} has block_size {config['block_size']} at the top of config.json "
+            f"and {draft['block_size']} in dflash_config; make both that of the training"
+        )
+
+    def need(key: str) -> Any:
+        value = draft.get(key, config.get(key))
+        if value is None:
+            raise InputError(f"drafter: {folder}/config.json lacks {key}; export the drafter again")
+        return value
+
+    numbers = {
+        "num_layers": "num_hidden_layers",
+        **{key: key for key in ("hidden_size", "intermediate_size", "num_attention_heads")},
+        **{key: key for key in ("num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size")},
+        **{key: key for key in ("block_size", "mask_token_id", "target_layer_ids")},
+        **{key: key for key in ("num_target_layers", "max_position_embeddings")},
+    }
+    return DrafterDims(
+        rope_parameters=rope_from_config(config, folder),
+        initializer_range=config.get("initializer_range", 0.02),
+        **{ours: need(theirs) for ours, theirs in numbers.items()},
+    )
+
+
+def rope_from_config(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """RoPE in either of its two schemas; where both stand they have to agree."""
+    new = config.get("rope_parameters")
+    theta, scaling = config.get("rope_theta"), config.get("rope_scaling")
+    if new is None:
+        if theta is None:
+            raise InputError(f"drafter: {folder}/config.json lacks rope_theta; copy the target's")
+        return {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+    if theta is not None and theta != new.get("rope_theta"):
+        raise InputError(
+            f"drafter: {folder} has rope_theta {theta}, but {new.get('rope_theta')} in "
+            "rope_parameters; make both the target's"
+        )
+    return dict(new)
+
+
+def check_target(
+    config: dict[str, Any], dims: DrafterDims, target: FrozenTarget, folder: Path
+) -> None:
+    """Refuse a drafter that was trained for another target."""
+    ours = config.get("dflow_config") or {}
+    if ours.get("format_version", FORMAT_VERSION) > FORMAT_VERSION:
+        raise InputError(
+            f"drafter: {folder} has format version {ours['format_version']}, newer than "
+            f"{FORMAT_VERSION}; update dflow-lightning"
+        )
+    if ours.get("layout", LAYOUT) != LAYOUT:
+        raise InputError(
+            f"drafter: {folder} has block layout {ours['layout']}; only {LAYOUT} can be decoded"
+        )
+    pairs = {
+        "hidden_size": (dims.hidden_size, target.hidden_size),
+        "vocab_size": (dims.vocab_size, target.vocab_size),
+        "num_target_layers": (dims.num_target_layers, target.num_layers),
+    }
+    for key, (drafter_value, target_value) in pairs.items():
+        if drafter_value != target_value:
+            raise InputError(
+                f"drafter: {folder} is for a target with {key} {drafter_value}, but {target.name} "
+                f"has {target_value}; give the target it was trained for"
+            )
+    check_mask_token_id(dims.mask_token_id, target)
+    trained_for = ours.get("target") or {}
+    if trained_for.get("fingerprint", target.fingerprint) != target.fingerprint:
+        raise InputError(
+            f"drafter: {folder} was trained for {trained_for.get('name')}, whose weights "
+            f"are not those of {target.name}; give that target"
+        )
+
+
+def load_tensors(part: nn.Module, path: Path, dtype: str | None) -> None:
+    """Fill a module from one safetensors file whose names, shapes and dtypes fit exactly."""
+    if not path.is_file():
+        raise InputError(
+            f"drafter: {path.parent} holds no {path.name}; only safetensors files are read"
+        )
+    expected = part.state_dict()
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            _check_names(names, set(expected), path)
+            for name in sorted(names):
+                stored = file.get_slice(name)
+                _check_tensor(name, stored.get_shape(), list(expected[name].shape), path)
+                kind = DTYPES.get(stored.get_dtype())
+                if kind is None or (dtype and kind != dtype):
+                    raise InputError(
+                        f"drafter: tensor {name} of {path} is {kind or stored.get_dtype()}, not "
+                        f"{dtype or 'a floating-point type'}; export the drafter again"
+                    )
+                tensors[name] = file.get_tensor(name)
+    except SafetensorError as error:
+        raise InputError(
+            f"drafter: {path} is damaged ({error}); export the drafter again"
+        ) from None
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise InputError(
+                f"drafter: tensor {name} of {path} holds values that are not finite; export an "
+                "earlier checkpoint"
+            )
+    with torch.no_grad():
+        part.load_state_dict(tensors)
+
+
+def _check_names(names: set[str], expected: set[str], path: Path) -> None:
+    missing, unknown = sorted(expected - names), sorted(names - expected)
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(
+            f"drafter: {path} lacks tensor {missing[0]}{others}; export the drafter again"
+        )
+    if unknown:
+        others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise InputError(
+            f"drafter: {path} holds the unknown tensor {unknown[0]}{others}; export the drafter "
+            "again"
+        )
+
+
+def _check_tensor(name: str, stored: list[int], expected: list[int], path: Path) -> None:
+    if list(stored) != expected:
+        raise InputError(
+            f"drafter: tensor {name} of {path} has shape {list(stored)}, but config.json asks for "
+            f"{expected}; export the drafter again"
+        )
+
+
+def _load_relay(
+    folder: Path, config: dict[str, Any], dims: DrafterDims
+) -> tuple[Relay | None, bool]:
+    """The relay and its `first_rejected`; a folder without one is a DFlash drafter."""
+    promised = (config.get("dflow_config") or {}).get("relay")
+    present = (folder / "relay").is_dir()
+    if promised and not present:
+        raise InputError(f"drafter: {folder} lacks its relay folder; export the drafter again")
+    if not present:
+        return None, True
+    if "dflow_config" in config and not promised:
+        raise InputError(
+            f"drafter: {folder} has a relay folder that its config.json does not know; export it "
+            "again"
+        )
+    settings = read_config(folder / "relay/config.json")
+    if promised and settings != promised:
+        raise InputError(
+            f"drafter: {folder}/relay/config.json differs from dflow_config in config.json; "
+            "export it again"
+        )
+    missing = [key for key in ("hidden_size", "first_rejected", "norm_eps") if key not in settings]
+    if missing:
+        raise InputError(f"drafter: {folder}/relay/config.json lacks {missing[0]}; export it again")
+    relay = Relay(dims.hidden_size, settings["hidden_size"], norm_eps=settings["norm_eps"])
+    load_tensors(relay, folder / "relay/relay.safetensors", None)
+    return relay, bool(settings["first_rejected"])

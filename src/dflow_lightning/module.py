@@ -1,0 +1,316 @@
+"""The LightningModule: a frozen target, a trainable drafter and relay, and one loss over all rounds.
+
+DFlash, DFlash with self-conditioning and DFlow are settings of the same module: no relay and no rollout,
+rollout without relay, relay and rollout.
+
+Shapes: B batch, S sequence, N blocks per sequence, K block size, R rounds.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from dflow_lightning.acceptance import leading_run
+from dflow_lightning.blocks import draw_anchors, slot_labels
+from dflow_lightning.data.datamodule import Batch
+from dflow_lightning.decode import SpeculativeDecoder
+from dflow_lightning.draft import embed_blocks
+from dflow_lightning.drafter import Drafter, DrafterConfig, DrafterDims
+from dflow_lightning.drafter_folder import load_export
+from dflow_lightning.errors import InputError
+from dflow_lightning.loss import LossConfig, slot_weights, token_losses
+from dflow_lightning.relay import Relay, RelayConfig
+from dflow_lightning.rollout import Round, StepInputs, clean_forward
+from dflow_lightning.target import FrozenTarget
+
+CHECKPOINT_KEY = "dflow"
+
+
+@dataclass(kw_only=True)
+class TargetConfig:
+    """The frozen target.
+
+    Args:
+        path: hub id or folder of a Hugging Face causal language model.
+        dtype: `auto` is float32 on a CPU and bfloat16 elsewhere.
+        attn_implementation: the target's own attention backend.
+    """
+
+    path: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    attn_implementation: str = "sdpa"
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay.
+
+    Args:
+        lr: peak learning rate.
+        betas: decay of the first and second moment.
+        weight_decay: decoupled weight decay.
+        warmup_ratio: share of all steps that warm up.
+        min_lr_ratio: final learning rate as a share of the peak.
+    """
+
+    lr: float = 6e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup_ratio: float = 0.04
+    min_lr_ratio: float = 0.0
+
+    def factor(self, step: int, total: int) -> float:
+        """Learning rate of a step as a share of the peak."""
+        warmup = max(1, round(self.warmup_ratio * total))
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class DrafterModule(LightningModule):
+    """Trains a block drafter against a frozen target."""
+
+    def __init__(
+        self,
+        *,
+        target: TargetConfig,
+        drafter: DrafterConfig = DrafterConfig(),  # noqa: B008
+        relay: RelayConfig = RelayConfig(),  # noqa: B008
+        loss: LossConfig = LossConfig(),  # noqa: B008
+        optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
+        num_anchors: int = 512,
+        seed: int = 0,
+        init_from: str | None = None,
+    ) -> None:
+        """
+        Args:
+            target: the frozen target.
+            drafter: shape of the drafter.
+            relay: the relay; off is DFlash.
+            loss: the objective.
+            optimizer: optimizer and learning-rate schedule.
+            num_anchors: mask-round blocks per sequence.
+            seed: seeds the anchors, together with step and sample id.
+            init_from: start from an exported drafter or a published DFlash folder.
+        """
+        super().__init__()
+        if num_anchors < 1:
+            raise InputError(f"model.num_anchors is {num_anchors}; give 1 or more")
+        self.target_config, self.relay_config = target, relay
+        self.loss_config, self.optimizer_config = loss, optimizer
+        self.num_anchors, self.seed = num_anchors, seed
+        # FrozenTarget is no nn.Module: it never enters checkpoints, optimizers or reducers.
+        self.target = FrozenTarget.load(
+            target.path, dtype=_dtype(target.dtype), attn_implementation=target.attn_implementation
+        )
+        dims = DrafterDims.resolve(drafter, self.target)
+        self.drafter = Drafter(dims)
+        self.relay: Relay | None = None
+        if relay.enabled:
+            width = relay.hidden_size or 2 * dims.hidden_size
+            self.relay = Relay(dims.hidden_size, width, dims.rms_norm_eps)
+        if init_from is not None:
+            self._warm_start(Path(init_from))
+        self._inputs: StepInputs | None = None
+        weights_K = slot_weights(dims.block_size, loss.decay(dims.block_size))
+        self.register_buffer("_slot_weights_K", weights_K, persistent=False)
+
+    # ---------------------------------------------------------------- training
+
+    def begin_step(self, batch: Batch, *, extra_slots: int = 0) -> StepInputs:
+        """Clean target features and the mask round; rollouts append their rounds to the result."""
+        inputs = clean_forward(self.target, batch, self.drafter.dims.target_layer_ids, extra_slots)
+        step = self.global_step if self.training else 0
+        anchors = draw_anchors(
+            batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors, seed=self.seed, step=step
+        )
+        inputs.rounds.append(Round(anchors))
+        self._inputs = inputs
+        return inputs
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        inputs = self._inputs or self.begin_step(batch)
+        self._inputs = None
+        loss, sums_R4 = self.objective(inputs)
+        self._log_rounds("train", loss, sums_R4, batch, on_step=True)
+        self.log("train/tokens", float(batch.loss_mask_BS.numel()))
+        self.log("train/lr", self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr]
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._log_held_out("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._log_held_out("test", batch)
+
+    def objective(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Loss over all rounds from one drafter forward, and detached sums per round.
+
+        Every round's loss is a weighted mean over its supervised slots, numerator and denominator
+        summed over all processes; rounds are averaged with `loss.round_weights`.
+
+        Returns:
+            the scalar loss and `[R, 4]`: weighted loss, weight, accepted drafts and blocks.
+        """
+        batch, drafter, K = inputs.batch, self.drafter, self.drafter.dims.block_size
+        context = drafter.context_kv(drafter.project(inputs.taps_BSC), inputs.positions_BS)
+        anchors_BN = torch.cat([r.anchors.positions_BN for r in inputs.rounds], dim=1)
+        x_BNKD = torch.cat([self._round_inputs(batch, r) for r in inputs.rounds], dim=1)
+        hidden_BNKD = drafter(x_BNKD, context, anchors_BN)
+
+        targets = [slot_labels(batch.input_ids_BS, batch.loss_mask_BS, r.anchors, K) for r in inputs.rounds]
+        labels_BNK = torch.cat([labels for labels, _ in targets], dim=1)
+        supervised_BNK = torch.cat([supervised for _, supervised in targets], dim=1)
+        losses_BNK, predicted_BNK = token_losses(
+            hidden_BNKD[..., 1:, :], labels_BNK, self._head, self.loss_config.chunk_blocks
+        )
+        weights_BNK = supervised_BNK * self._slot_weights_K
+        accepted_BN = leading_run((predicted_BNK == labels_BNK) & supervised_BNK)
+        valid_BN = torch.cat([r.anchors.valid_BN for r in inputs.rounds], dim=1)
+
+        sizes = [r.anchors.positions_BN.shape[1] for r in inputs.rounds]
+        columns = ((losses_BNK * weights_BNK).sum(-1), weights_BNK.sum(-1), accepted_BN, valid_BN)
+        sums_R4 = torch.stack(
+            [torch.stack([part.sum() for part in parts]) for parts in zip(*(c.split(sizes, 1) for c in columns), strict=True)]
+        )
+        totals_R4 = self._all_reduce(sums_R4.detach())
+        round_weights = self.check_round_weights(len(sizes) - 1)
+        per_round = sums_R4[:, 0] / totals_R4[:, 1].clamp(min=1e-6)
+        loss = (per_round * per_round.new_tensor(round_weights)).sum() / sum(round_weights)
+        if self.relay is not None:
+            # Every process touches every parameter in every step, whatever its data looks like.
+            loss = loss + sum((p * 0.0).sum() for p in self.relay.parameters())
+        return loss * self.trainer.world_size if self._trainer is not None else loss, totals_R4
+
+    def _round_inputs(self, batch: Batch, current: Round) -> Tensor:
+        anchor_ids_BN = batch.input_ids_BS.gather(1, current.anchors.positions_BN)
+        rows = None
+        if current.relay is not None:
+            rows = current.relay.project(self.drafter, detach=self.relay_config.detach_features)
+        return embed_blocks(self.target, self.drafter, self.relay, anchor_ids_BN, rows)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.target.head(hidden.to(self.target.dtype))
+
+    def check_round_weights(self, num_rounds: int) -> list[float]:
+        """The loss weight of the mask round and each rollout round."""
+        weights = self.loss_config.round_weights or [1.0] * (num_rounds + 1)
+        if len(weights) != num_rounds + 1 and self.training:
+            raise InputError(
+                f"loss.round_weights has {len(weights)} numbers for {num_rounds + 1} rounds (the mask round and "
+                f"{num_rounds} rollout rounds); give one number a round"
+            )
+        return weights[: num_rounds + 1]
+
+    def _all_reduce(self, sums: Tensor) -> Tensor:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(sums)
+        return sums
+
+    # ---------------------------------------------------------------- logging
+
+    def _log_held_out(self, prefix: str, batch: Batch) -> None:
+        inputs = clean_forward(self.target, batch, self.drafter.dims.target_layer_ids, 0)
+        anchors = draw_anchors(batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors, seed=self.seed, step=0)
+        inputs.rounds.append(Round(anchors))
+        loss, sums_R4 = self.objective(inputs)
+        self._log_rounds(prefix, loss, sums_R4, batch, on_step=False)
+
+    def _log_rounds(self, prefix: str, loss: Tensor, sums_R4: Tensor, batch: Batch, *, on_step: bool) -> None:
+        world = self.trainer.world_size
+        values = {"loss": loss.detach() / world, "blocks": sums_R4[:, 3].sum()}
+        for index, (_, _, accepted, blocks) in enumerate(sums_R4):
+            values[f"accepted_round{index}"] = accepted / blocks.clamp(min=1)
+            values[f"tau_round{index}"] = accepted / blocks.clamp(min=1) + 1
+        size = batch.input_ids_BS.shape[0]
+        named = {f"{prefix}/{name}": value for name, value in values.items()}
+        self.log_dict(named, on_step=on_step, on_epoch=not on_step, batch_size=size)
+
+    # ---------------------------------------------------------------- optimizer and checkpoints
+
+    def configure_optimizers(self) -> Any:
+        config = self.optimizer_config
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        total = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def setup(self, stage: str) -> None:
+        self.target.to(self.device)
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with: plain values only."""
+        return {
+            "target": self.target.name,
+            "target_fingerprint": self.target.fingerprint,
+            "drafter": asdict(self.drafter.dims),
+            "relay": asdict(self.relay_config),
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CHECKPOINT_KEY] = self.identity() | {"target_config": asdict(self.target_config)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved, here = checkpoint.get(CHECKPOINT_KEY, {}), self.identity()
+        for section in ("drafter", "relay"):
+            for name, value in here[section].items():
+                if saved.get(section, {}).get(name, value) != value:
+                    raise InputError(
+                        f"{section}.{name} is {value} but the checkpoint has {saved[section][name]}; "
+                        "resume with the recipe the run was started with"
+                    )
+        if saved.get("target_fingerprint", here["target_fingerprint"]) != here["target_fingerprint"]:
+            raise InputError(
+                f"model.target.path {self.target.name} is not the target of the checkpoint ({saved['target']}, "
+                f"fingerprint {saved['target_fingerprint'][:12]} against {here['target_fingerprint'][:12]}); "
+                "resume with the same target"
+            )
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, *, target: str | None = None) -> "DrafterModule":
+        """Rebuild a module from a checkpoint, on the target it was trained with or the one given."""
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        saved = checkpoint.get(CHECKPOINT_KEY)
+        if saved is None:
+            raise InputError(f"checkpoint: {path} was not written by dflow-train; give a .ckpt file of a run")
+        config = TargetConfig(**saved["target_config"] | ({"path": target} if target else {}))
+        dims = saved["drafter"]
+        shape = {name: dims[name] for name in DrafterConfig.__dataclass_fields__}
+        module = cls(target=config, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"]))
+        module.on_load_checkpoint(checkpoint)
+        module.load_state_dict(checkpoint["state_dict"])
+        return module.eval()
+
+    def _warm_start(self, folder: Path) -> None:
+        loaded = load_export(folder, self.target)
+        ours, theirs = self.drafter.dims, loaded.drafter.dims
+        for name in ("block_size", "num_layers", "target_layer_ids", "mask_token_id", "intermediate_size"):
+            if getattr(ours, name) != getattr(theirs, name):
+                raise InputError(
+                    f"drafter.{name} is {getattr(ours, name)} but model.init_from {folder} has {getattr(theirs, name)}; "
+                    "set the recipe to the checkpoint's value"
+                )
+        self.drafter.load_state_dict(loaded.drafter.state_dict())
+        if self.relay is not None and loaded.relay is not None:
+            self.relay.load_state_dict(loaded.relay.state_dict())
+
+    # ---------------------------------------------------------------- use
+
+    def decoder(self) -> SpeculativeDecoder:
+        """Real speculative decoding with the current weights."""
+        return SpeculativeDecoder(
+            self.target, self.drafter, self.relay, first_rejected=self.relay_config.first_rejected
+        )
+
+
+def _dtype(name: str) -> str:
+    """`auto` resolved before a device is known: bfloat16 where there is a GPU to run on."""
+    return ("bfloat16" if torch.cuda.is_available() else "float32") if name == "auto" else name

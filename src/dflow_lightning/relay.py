@@ -1,0 +1,116 @@
+"""The relay: what the target computed on a rejected suffix, handed to the next block's mask slots.
+
+Shapes: B batch, N blocks per sequence, K block size, R verified rows, D hidden; `...` any leading
+dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Layout = Literal["anchor_first", "shifted"]
+
+
+@dataclass(kw_only=True)
+class RelayConfig:
+    """The relay of a DFlow drafter.
+
+    Args:
+        enabled: build the relay; without it the drafter is DFlash.
+        hidden_size: width of the relay's hidden layer; twice the drafter's hidden size by default.
+        first_rejected: also relay the row of the first rejected token, into slot 1. `false` is the
+            paper's literal text.
+        detach_features: keep the relay's gradient out of `fc` and `hidden_norm`.
+    """
+
+    enabled: bool = False
+    hidden_size: int | None = None
+    first_rejected: bool = True
+    detach_features: bool = False
+
+
+def relay_rows(
+    num_accepted: Tensor, block_size: int, *, first_rejected: bool = True, layout: Layout = "anchor_first"
+) -> tuple[Tensor, Tensor]:
+    """Which verify row each slot of the next block reads, and whether it may: both `[..., K]`.
+
+    A row goes to the slot that predicts the position the row predicts. With the anchor first (K-1
+    drafts, K verified rows) slot j reads row a+j, valid while a+j <= K-1. In the shifted layout
+    (slot k predicts the position after its own; K drafts, K+1 verified rows) slot j reads row
+    a+1+j, valid while a+1+j <= K; there the row of the first rejected token meets slot 0, whose
+    input is the clean bonus token, and is never used. Slot 0 is never relayed.
+    """
+    slots = torch.arange(block_size, device=num_accepted.device)
+    last_row = block_size - 1 if layout == "anchor_first" else block_size
+    rows = num_accepted.unsqueeze(-1) + slots + (0 if layout == "anchor_first" else 1)
+    first_slot = 1 if first_rejected or layout == "shifted" else 2
+    valid = (rows <= last_row) & (slots >= first_slot)
+    return rows.clamp(max=last_row), valid
+
+
+def align(
+    features: Tensor, num_accepted: Tensor, block_size: int, *, first_rejected: bool = True,
+    layout: Layout = "anchor_first",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Move the verify rows of a block to the slots of the next one.
+
+    Args:
+        features: one vector per verified row, `[..., R, D]`.
+        num_accepted: accepted drafts per block, `[...]`.
+
+    Returns:
+        `[..., K, D]` (arbitrary values where invalid) and the validity per slot, `[..., K]`.
+    """
+    rows, valid = relay_rows(num_accepted, block_size, first_rejected=first_rejected, layout=layout)
+    index = rows.unsqueeze(-1).expand(*rows.shape, features.shape[-1])
+    return features.gather(-2, index), valid
+
+
+@dataclass(frozen=True)
+class RelayInput:
+    """What the relay is given for a set of blocks: `h` is `hidden_norm(fc(taps))` of the aligned rows."""
+
+    h_BNKD: Tensor
+    valid_BNK: Tensor
+    bonus_BN: Tensor
+    rejected_BN: Tensor
+
+
+class Relay(nn.Module):
+    """`beta * LayerNorm(h) + gamma`, the correction added to a mask embedding.
+
+    `[beta; gamma] = MLP([E(bonus); E(rejected); h])` with one hidden layer and SiLU (DFlow paper,
+    equations 4 and 5). The last layer starts at zero, so that an untrained relay adds exactly zero
+    and the drafter is DFlash bit for bit.
+    """
+
+    def __init__(self, hidden_size: int, relay_hidden_size: int, norm_eps: float = 1e-6) -> None:
+        super().__init__()
+        self.relay_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.relay_mlp = nn.Sequential(
+            nn.Linear(3 * hidden_size, relay_hidden_size),
+            nn.SiLU(),
+            nn.Linear(relay_hidden_size, 2 * hidden_size),
+        )
+        last = self.relay_mlp[2]
+        assert isinstance(last, nn.Linear)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
+    def forward(self, h: Tensor, bonus_embed: Tensor, rejected_embed: Tensor, valid: Tensor) -> Tensor:
+        """Correction per slot, `[..., K, D]`; exactly zero where `valid` (`[..., K]`) is false.
+
+        Args:
+            h: aligned rows, `[..., K, D]`.
+            bonus_embed: target embedding of the bonus token, `[..., D]`.
+            rejected_embed: target embedding of the first rejected draft, `[..., D]`.
+        """
+        boundary = torch.cat([bonus_embed, rejected_embed], dim=-1).unsqueeze(-2)
+        boundary = boundary.expand(*h.shape[:-1], boundary.shape[-1])
+        beta, gamma = self.relay_mlp(torch.cat([boundary, h], dim=-1)).chunk(2, dim=-1)
+        correction = beta * self.relay_norm(h) + gamma
+        return correction.masked_fill(~valid.unsqueeze(-1), 0.0)

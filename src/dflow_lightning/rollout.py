@@ -1,0 +1,223 @@
+"""Reject-conditioned rollouts: what the drafter will meet at inference, made during training.
+
+Each round drafts with the current drafter, verifies the drafts in one forward of the frozen target on
+top of the clean sequence, finds the first rejected token, and moves the target's states on the
+rejected suffix to the next block. Shapes never depend on the data: blocks that end become invalid.
+
+Shapes: B batch, S sequence, N blocks per sequence, K block size, L cache slots, C tapped width.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from dflow_lightning.acceptance import accept
+from dflow_lightning.blocks import Anchors, next_anchors, slot_labels, slot_positions
+from dflow_lightning.data.datamodule import Batch
+from dflow_lightning.draft import draft_tokens, embed_blocks
+from dflow_lightning.drafter import ContextKV, Drafter
+from dflow_lightning.errors import InputError
+from dflow_lightning.relay import Relay, RelayInput, align
+from dflow_lightning.target import FrozenTarget, SlotCache, TargetOutput
+
+if TYPE_CHECKING:
+    from dflow_lightning.module import DrafterModule
+
+Mode = Literal["online", "teacher_forced", "clean_features", "off"]
+
+
+@dataclass(frozen=True)
+class RelayRows:
+    """Verify rows aligned to the slots of the next block, not yet projected, and the boundary."""
+
+    taps_BNKC: Tensor
+    valid_BNK: Tensor
+    bonus_BN: Tensor
+    rejected_BN: Tensor
+
+    def project(self, drafter: Drafter, *, detach: bool = False) -> RelayInput:
+        h_BNKD = drafter.project(self.taps_BNKC)
+        return RelayInput(
+            h_BNKD.detach() if detach else h_BNKD, self.valid_BNK, self.bonus_BN, self.rejected_BN
+        )
+
+
+@dataclass(frozen=True)
+class Round:
+    """One set of blocks: the mask round (no relay) or a rollout round."""
+
+    anchors: Anchors
+    relay: RelayRows | None = None
+
+
+@dataclass
+class StepInputs:
+    """All that a training step feeds the drafter: clean target features and the rounds' blocks."""
+
+    batch: Batch
+    taps_BSC: Tensor
+    cache: SlotCache
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def positions_BS(self) -> Tensor:
+        ids_BS = self.batch.input_ids_BS
+        return torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+
+
+@torch.no_grad()
+def clean_forward(target: FrozenTarget, batch: Batch, target_layer_ids: list[int], extra_slots: int) -> StepInputs:
+    """Features of the data's own tokens; the cache keeps room for `extra_slots` block tokens."""
+    ids_BS = batch.input_ids_BS
+    B, S = ids_BS.shape
+    positions_S = torch.arange(S, device=ids_BS.device)
+    cache = target.new_cache(S + extra_slots)
+    slots_L = torch.arange(S + extra_slots, device=ids_BS.device)
+    visible_BQL = (slots_L <= positions_S.unsqueeze(1)).expand(B, S, -1)
+    output = target.forward(
+        ids_BS, positions_S.expand(B, S), cache, positions_S.expand(B, S), visible_BQL, target_layer_ids
+    )
+    return StepInputs(batch, output.taps_BQC, cache)
+
+
+@torch.no_grad()
+def verify_blocks(
+    target: FrozenTarget, cache: SlotCache, clean_length: int, ids_BNK: Tensor, anchors_BN: Tensor,
+    target_layer_ids: list[int],
+) -> TargetOutput:  # fmt: skip
+    """One target forward over all blocks: each sees the clean sequence before its anchor and itself.
+
+    Row 0 repeats the anchor, so its result equals the clean forward's; rows 1..K-1 stand on the
+    drafted branch. Returned tensors are `[B, N, K, ...]`.
+    """
+    B, N, K = ids_BNK.shape
+    slots_L = torch.arange(cache.capacity, device=ids_BNK.device)
+    own_NK = torch.arange(N * K, device=ids_BNK.device).view(N, K)
+    first = clean_length + own_NK[:, :1]
+    last = clean_length + own_NK
+    own_NKL = (slots_L >= first.unsqueeze(-1)) & (slots_L <= last.unsqueeze(-1))
+    context_BNL = slots_L < anchors_BN.unsqueeze(-1)
+    visible_BQL = (context_BNL.unsqueeze(2) | own_NKL).flatten(1, 2)
+    output = target.forward(
+        ids_BNK.flatten(1), slot_positions(anchors_BN, K).flatten(1), cache,
+        last.flatten().expand(B, -1), visible_BQL, target_layer_ids,
+    )  # fmt: skip
+    return TargetOutput(output.hidden_BQD.unflatten(1, (N, K)), output.taps_BQC.unflatten(1, (N, K)))
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """How rounds are made; the pieces are the module's own."""
+
+    target: FrozenTarget
+    drafter: Drafter
+    relay: Relay | None
+    first_rejected: bool
+    mode: Mode
+    reference: Literal["data", "target"]
+
+    @torch.no_grad()
+    def extend(self, inputs: StepInputs, num_rounds: int, num_anchors: int) -> None:
+        """Append `num_rounds` rounds to the step, starting from a subset of the mask round."""
+        h_BSD = self.drafter.project(inputs.taps_BSC)
+        context = self.drafter.context_kv(h_BSD, inputs.positions_BS)
+        latest = Round(inputs.rounds[0].anchors.take(num_anchors))
+        for _ in range(num_rounds):
+            latest = self.next_round(inputs, context, latest)
+            inputs.rounds.append(latest)
+
+    def next_round(self, inputs: StepInputs, context: list[ContextKV], current: Round) -> Round:
+        """Draft, verify, accept, align: the blocks that follow `current`."""
+        batch, dims = inputs.batch, self.drafter.dims
+        K, anchors = dims.block_size, current.anchors
+        anchor_ids_BN = batch.input_ids_BS.gather(1, anchors.positions_BN)
+        rows = current.relay.project(self.drafter) if current.relay else None
+        x_BNKD = embed_blocks(self.target, self.drafter, self.relay, anchor_ids_BN, rows)
+        drafts_BNK = draft_tokens(self.target, self.drafter, x_BNKD, context, anchors.positions_BN)
+        labels_BNK, supervised_BNK = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
+
+        verified = None
+        if self.reference == "target" or (self.relay is not None and self.mode in ("online", "teacher_forced")):
+            ids_BNK = torch.cat([anchor_ids_BN.unsqueeze(-1), drafts_BNK], dim=-1)
+            verified = verify_blocks(
+                self.target, inputs.cache, batch.input_ids_BS.shape[1], ids_BNK, anchors.positions_BN,
+                dims.target_layer_ids,
+            )  # fmt: skip
+        chosen_BNK = labels_BNK.masked_fill(~supervised_BNK, -1)
+        if self.reference == "target" and verified is not None:
+            chosen_BNK = self.target.head(verified.hidden_BQD[..., :-1, :]).argmax(-1)
+        num_accepted_BN = accept(drafts_BNK, chosen_BNK)
+        following = next_anchors(anchors, num_accepted_BN, batch.loss_mask_BS, K)
+        if self.relay is None or self.mode == "off":
+            return Round(following)
+
+        taps_BNKC = verified.taps_BQC if verified else self._clean_rows(inputs.taps_BSC, anchors.positions_BN, K)
+        aligned_BNKC, valid_BNK = align(taps_BNKC, num_accepted_BN, K, first_rejected=self.first_rejected)
+        rejected_BN = drafts_BNK.gather(-1, num_accepted_BN.clamp(max=K - 2).unsqueeze(-1)).squeeze(-1)
+        bonus_BN = batch.input_ids_BS.gather(1, following.positions_BN)
+        valid_BNK = valid_BNK & following.valid_BN.unsqueeze(-1)
+        return Round(following, RelayRows(aligned_BNKC, valid_BNK, bonus_BN, rejected_BN))
+
+    @staticmethod
+    def _clean_rows(taps_BSC: Tensor, anchors_BN: Tensor, block_size: int) -> Tensor:
+        """Rows of the clean forward at the blocks' positions: a path that inference never sees."""
+        index_BNK = slot_positions(anchors_BN, block_size).clamp(max=taps_BSC.shape[1] - 1)
+        batch_index = torch.arange(taps_BSC.shape[0], device=taps_BSC.device)[:, None, None]
+        return taps_BSC[batch_index, index_BNK]
+
+
+class OnlineRollout(Callback):
+    """Makes the rollout rounds of each training step, before the step."""
+
+    def __init__(
+        self,
+        *,
+        num_rounds: int = 2,
+        num_anchors: int = 64,
+        mode: Mode = "online",
+        reference: Literal["data", "target"] = "data",
+    ) -> None:
+        """
+        Args:
+            num_rounds: reject-conditioned rounds after the mask round; 0 switches rollouts off.
+            num_anchors: blocks per sequence that are rolled out, a random subset of model.num_anchors.
+            mode: `online` is for use; `teacher_forced` and `clean_features` take the relay from paths that
+                inference never sees and `off` makes rounds without relay, all three for comparison.
+            reference: whether drafts are accepted against the `data`'s tokens or the `target`'s argmax (for
+                diagnosis).
+        """
+        if num_rounds < 0:
+            raise InputError(f"rollout.num_rounds is {num_rounds}; give 0 or more")
+        if num_rounds and num_anchors < 1:
+            raise InputError(f"rollout.num_anchors is {num_anchors}; give 1 or more, or set rollout.num_rounds to 0")
+        self.num_rounds = num_rounds
+        self.num_anchors = num_anchors
+        self.mode: Mode = mode
+        self.reference: Literal["data", "target"] = reference
+
+    def setup(self, trainer: Trainer, pl_module: "DrafterModule", stage: str) -> None:  # type: ignore[override]
+        if stage == "fit":
+            if self.num_rounds and self.num_anchors > pl_module.num_anchors:
+                raise InputError(
+                    f"rollout.num_anchors is {self.num_anchors} but model.num_anchors is {pl_module.num_anchors}; "
+                    "rolled-out blocks are a subset, give at most as many"
+                )
+            pl_module.check_round_weights(self.num_rounds)
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: Trainer, pl_module: "DrafterModule", batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        if not self.num_rounds:
+            return
+        extra = self.num_anchors * pl_module.drafter.dims.block_size
+        with trainer.precision_plugin.forward_context():
+            inputs = pl_module.begin_step(batch, extra_slots=extra)
+            rollout = Rollout(
+                pl_module.target, pl_module.drafter, pl_module.relay, pl_module.relay_config.first_rejected,
+                self.mode, self.reference,
+            )  # fmt: skip
+            rollout.extend(inputs, self.num_rounds, self.num_anchors)
+
+

@@ -1,0 +1,236 @@
+"""The frozen target: loading, taps, embedding, head, and a cache that is written by slot.
+
+Shapes: B batch, Q query tokens, L cache slots, D hidden, C tapped width (taps x D), V vocabulary,
+G key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from dflow_lightning.errors import InputError
+
+FINGERPRINT_VALUES = 4096  # values hashed per tensor
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values in a buffer of fixed shape, written at the cache's current slots."""
+
+    is_sliding = False
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch, heads, _, size = key_states.shape
+        shape = (batch, heads, self._cache.capacity, size)
+        self.keys = key_states.new_zeros(shape)
+        self.values = value_states.new_zeros(*shape[:3], value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        slots_BQ = self._cache.slots_BQ
+        rows = torch.arange(slots_BQ.shape[0], device=slots_BQ.device).unsqueeze(1)
+        self.keys[rows, :, slots_BQ] = key_states.transpose(1, 2)
+        self.values[rows, :, slots_BQ] = value_states.transpose(1, 2)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.capacity, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self._cache.capacity
+
+
+class SlotCache(Cache):
+    """A target cache in which the caller says where each token's keys and values go.
+
+    Nothing is ever removed: what a mask does not show does not exist, and rejected rows are written
+    over by the next block. That is how rows of different length share one batch.
+    """
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.slots_BQ = torch.zeros(1, 1, dtype=torch.long)
+        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """`hidden_BQD` is the input of the language-model head, `taps_BQC` the tapped layers side by side."""
+
+    hidden_BQD: Tensor
+    taps_BQC: Tensor
+
+
+class FrozenTarget:
+    """A Hugging Face causal language model that is read and never changed.
+
+    It is deliberately no `nn.Module`: no optimizer, checkpoint, state dict or reducer ever sees it.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = model.config.get_text_config()
+        self._decoder = model.get_decoder()
+        self._head = model.get_output_embeddings()
+        self._embedding = model.get_input_embeddings()
+        self._wanted: dict[int, Tensor | None] = {}
+        self._check_supported()
+        for index, layer in enumerate(self._decoder.layers):
+            layer.register_forward_hook(self._capture(index))
+        named = inspect.signature(self._decoder.forward).parameters
+        self._cache_argument = "cache" if "cache" in named else "past_key_values"
+
+    @classmethod
+    def load(
+        cls, path: str, *, dtype: str = "auto", attn_implementation: str = "sdpa", device: str | torch.device = "cpu"
+    ) -> FrozenTarget:
+        """Load a target from a hub id or a folder.
+
+        Args:
+            dtype: `auto` is float32 on a CPU and bfloat16 elsewhere.
+
+        Raises:
+            InputError: the folder does not exist, or the architecture cannot be tapped or rewound.
+        """
+        folder = Path(path)
+        if folder.exists() and not (folder / "config.json").is_file():
+            raise InputError(f"target: {path} holds no config.json; give a folder saved by save_pretrained or a hub id")
+        if not folder.exists() and (path.count("/") != 1 or path.startswith((".", "/"))):
+            raise InputError(f"target: {path} does not exist; give a folder saved by save_pretrained or a hub id")
+        if dtype == "auto":
+            dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), attn_implementation=attn_implementation
+            )
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise InputError(f"target: {path} could not be loaded ({str(error).splitlines()[0]})") from error
+        return cls(model.to(device), tokenizer, path)
+
+    @staticmethod
+    def load_config(path: str) -> Any:
+        """The text configuration alone, without weights."""
+        return AutoConfig.from_pretrained(path).get_text_config()
+
+    def _check_supported(self) -> None:
+        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise InputError(
+                f"target: {self.name} has layers of type {', '.join(sorted(kinds))}; only full attention "
+                "can be verified and rewound block by block, choose a target without other layers"
+            )
+        for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+            if getattr(self.config, key, None) not in (None, 1.0):
+                raise InputError(f"target: {self.name} sets {key}, which is not supported; choose another target")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._decoder.layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, which may be more than the tokenizer has tokens."""
+        return self._embedding.weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.weight.dtype
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of the generation config, the model and the tokenizer together."""
+        found: set[int] = set()
+        for source in (getattr(self.model, "generation_config", None), self.config, self.tokenizer):
+            value = getattr(source, "eos_token_id", None)
+            found |= {value} if isinstance(value, int) else set(value or ())
+        return tuple(sorted(found))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the weights: names, shapes and a strided sample of every tensor, in float32."""
+        if not hasattr(self, "_fingerprint"):
+            digest = hashlib.sha256()
+            for name, tensor in sorted(self.model.state_dict().items()):
+                flat = tensor.detach().flatten()
+                sample = flat[:: max(1, flat.numel() // FINGERPRINT_VALUES)].float().cpu()
+                digest.update(json.dumps([name, list(tensor.shape)]).encode())
+                digest.update(sample.numpy().tobytes())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+    def to(self, device: torch.device | str) -> FrozenTarget:
+        self.model.to(device)
+        return self
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embedding rows, `[..., D]`."""
+        return torch.nn.functional.embedding(ids, self._embedding.weight)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of the last (normed) hidden state, `[..., V]`."""
+        return self._head(hidden)
+
+    def new_cache(self, capacity: int) -> SlotCache:
+        return SlotCache(self.num_layers, capacity)
+
+    def forward(
+        self, ids_BQ: Tensor, positions_BQ: Tensor, cache: SlotCache, slots_BQ: Tensor, visible_BQL: Tensor,
+        target_layer_ids: list[int],
+    ) -> TargetOutput:  # fmt: skip
+        """Run tokens through the target on top of a cache.
+
+        Args:
+            positions_BQ: RoPE positions.
+            slots_BQ: where the tokens' keys and values are written; equal to the positions, except
+                for the blocks of a rollout, which all stand behind the clean sequence.
+            visible_BQL: which cache slots each token sees, its own included; L is the capacity.
+            target_layer_ids: decoder layers whose OUTPUT is tapped (Hugging Face's
+                `hidden_states[id + 1]`).
+        """
+        cache.slots_BQ = slots_BQ
+        self._wanted = dict.fromkeys(target_layer_ids)
+        output = self._decoder(
+            input_ids=ids_BQ, position_ids=positions_BQ, attention_mask=visible_BQL.unsqueeze(1), use_cache=True,
+            **{self._cache_argument: cache},
+        )  # fmt: skip
+        taps = [self._wanted[index] for index in target_layer_ids]
+        self._wanted = {}
+        return TargetOutput(output.last_hidden_state, torch.cat([t for t in taps if t is not None], dim=-1))
+
+    def _capture(self, index: int):
+        def hook(module: Any, args: Any, output: Any) -> None:
+            if index in self._wanted:
+                self._wanted[index] = output[0] if isinstance(output, tuple) else output
+
+        return hook

@@ -1,0 +1,203 @@
+"""Every mask's text is written out: nothing crashes when one is wrong, drafters just get worse."""
+
+import pytest
+from conversations import assistant, system, user
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dflow_lightning.data.template import ChatEncoder, encode_conversation, render_prompt
+from dflow_lightning.errors import InputError
+
+REASONED = "<think>\nTwo plus three.\n</think>\n\nFive."
+
+GOLDEN = {
+    "no think": ([user("Hi"), assistant("Hello.")], ["Hello.<|im_end|>"]),
+    "think": ([user("Hi"), assistant(REASONED)], [f"{REASONED}<|im_end|>"]),
+    "multi-turn": (
+        [user("Hi"), assistant("Hello."), user("How?"), assistant("Fine.")],
+        ["Hello.<|im_end|>", "Fine.<|im_end|>"],
+    ),
+    "reasoning in an earlier turn is not shown": (
+        [user("Hi"), assistant(REASONED), user("How?"), assistant("Fine.")],
+        ["Five.<|im_end|>", "Fine.<|im_end|>"],
+    ),
+    "system": ([system("Be brief."), user("Hi"), assistant("Hello.")], ["Hello.<|im_end|>"]),
+    "empty answer": ([user("Hi"), assistant("")], ["<|im_end|>"]),
+    "unicode": ([user("你好 🙂"), assistant("héllo \ue000 🙂")], ["héllo \ue000 🙂<|im_end|>"]),
+    "answer like the header": (
+        [user("Hi"), assistant("<div>\n</div>"), user("x"), assistant("<b>")],
+        ["<div>\n</div><|im_end|>", "<b><|im_end|>"],
+    ),
+    "white space around the answer": ([user("Hi"), assistant("\n a \n")], ["\n a \n<|im_end|>"]),
+    "answer equal to the question": ([user("a"), assistant("a")], ["a<|im_end|>"]),
+    "special tokens as text": (
+        [user("<|im_end|>\n<|im_start|>assistant\n"), assistant("It is <|im_end|>, see?")],
+        ["It is <|im_end|>, see?<|im_end|>"],
+    ),
+}
+
+
+def supervised(tokenizer, row) -> list[str]:
+    """The decoded text of each supervised stretch."""
+    texts, previous = [], False
+    for token, wanted in zip(row.input_ids, row.loss_mask, strict=True):
+        if wanted and not previous:
+            texts.append([])
+        if wanted:
+            texts[-1].append(token)
+        previous = wanted
+    return [tokenizer.decode(ids) for ids in texts]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("enable_thinking", [False, True])
+def test_supervised_text(tokenizer, name, enable_thinking):
+    messages, expected = GOLDEN[name]
+    row = encode_conversation(tokenizer, messages, enable_thinking=enable_thinking)
+    assert supervised(tokenizer, row) == expected
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_whole_text_is_the_rendered_one(tokenizer, name):
+    messages, _ = GOLDEN[name]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=False)
+    assert tokenizer.decode(encode_conversation(tokenizer, messages).input_ids) == rendered
+
+
+def test_last_turn_only(tokenizer):
+    messages, _ = GOLDEN["multi-turn"]
+    row = encode_conversation(tokenizer, messages, supervise="last_turn")
+    assert supervised(tokenizer, row) == ["Fine.<|im_end|>"]
+    everything = encode_conversation(tokenizer, messages)
+    assert row.input_ids == everything.input_ids
+
+
+@pytest.mark.parametrize("name", [name for name in GOLDEN if name != "think"])
+def test_row_begins_with_the_prompt_of_decoding(tokenizer, name):
+    messages, _ = GOLDEN[name]
+    prompt = render_prompt(tokenizer, messages[:-1])
+    row = encode_conversation(tokenizer, messages)
+    assert row.input_ids[: len(prompt)] == prompt
+    assert tokenizer.decode(prompt).endswith("<think>\n\n</think>\n\n")
+    assert row.loss_mask[len(prompt)]
+    assert not row.loss_mask[len(prompt) - 1]
+
+
+def test_row_with_reasoning_begins_with_the_thinking_prompt(tokenizer):
+    messages, _ = GOLDEN["think"]
+    prompt = render_prompt(tokenizer, messages[:-1], enable_thinking=True)
+    row = encode_conversation(tokenizer, messages, enable_thinking=True)
+    assert row.input_ids[: len(prompt)] == prompt
+    assert tokenizer.decode(prompt).endswith("assistant\n")
+
+
+def test_prompt_and_answer_share_no_token(tokenizer):
+    """The tokenizer would join the newlines of header and answer; decoding never does."""
+    messages = [user("Hi"), assistant("\n\nHello.")]
+    joined = tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=False)
+    ids = encode_conversation(tokenizer, messages).input_ids
+    assert ids != tokenizer.encode(joined, add_special_tokens=False)
+    assert tokenizer.decode(ids) == joined
+
+
+def test_only_the_template_writes_special_tokens(tokenizer):
+    messages, _ = GOLDEN["special tokens as text"]
+    ids = encode_conversation(tokenizer, messages).input_ids
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
+
+
+def test_thinking_marks_are_special_in_answers_only(tokenizer):
+    messages = [user("Say <think>"), assistant(REASONED)]
+    ids = encode_conversation(tokenizer, messages).input_ids
+    assert ids.count(tokenizer.convert_tokens_to_ids("<think>")) == 1
+
+
+def test_spelling_special_tokens_changes_nothing_else(tokenizer):
+    plain = render_prompt(tokenizer, [user("Hi"), assistant("Hello."), user("How?")])
+    spelled = render_prompt(tokenizer, [user("Hi"), assistant("Hello."), user("How?<|im_end|>")])
+    tail = render_prompt(tokenizer, [user("How?")])
+    assert plain[-len(tail) :] == tail
+    shared = len(plain) - len(tail) + 3
+    assert spelled[:shared] == plain[:shared]
+
+
+OTHER_TEMPLATES = {
+    "trimmed, begin token": (
+        "{{ '<|endoftext|>' }}{% for m in messages %}{{ '<|im_start|>' + m.role + '<think>\n\n' + "
+        "m.content|trim + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant<think>\n\n' }}{% endif %}",
+        ["Hello.<|im_end|>", "Fine.<|im_end|>"],
+    ),
+    "end token after a space": (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m.content + ' <|im_end|>' }}{% endif %}{% endfor %}",
+        [" Hello. <|im_end|>", " Fine. <|im_end|>"],
+    ),
+    "no end token": (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        ["Hello.", "Fine."],
+    ),
+    "no end token before a special one": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant ' }}{% endif %}",
+        ["Hello.", "Fine."],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TEMPLATES)
+def test_any_template(with_template, name):
+    template, expected = OTHER_TEMPLATES[name]
+    tokenizer = with_template(template)
+    messages, _ = GOLDEN["multi-turn"]
+    row = encode_conversation(tokenizer, messages)
+    assert supervised(tokenizer, row) == expected
+    prompt = render_prompt(tokenizer, messages[:-1])
+    assert row.input_ids[: len(prompt)] == prompt
+
+
+def test_no_space_appears_in_the_middle_of_a_conversation():
+    """SentencePiece vocabularies begin every text with one."""
+    letters = {letter: i for i, letter in enumerate("?▁abcdefghijklmnopqrstuvwxyz:\n")}
+    backend = Tokenizer(models.BPE(vocab=letters, merges=[], unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", additional_special_tokens=["<u>", "<a>"]
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ ('<u>' if m.role == 'user' else '<a>:') + m.content + '</s>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<a>:' }}{% endif %}"
+    )
+    messages = [user("hi"), assistant("yes")]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    row = encode_conversation(tokenizer, messages)
+    assert row.input_ids == tokenizer.encode(text, add_special_tokens=False)
+    assert sum(row.loss_mask) == len("yes") + 1
+
+
+def test_many_rows_at_once_equal_one_by_one(tokenizer):
+    encoder = ChatEncoder(tokenizer)
+    conversations = [messages for messages, _ in GOLDEN.values()]
+    together = encoder.encode([encoder.segments(messages) for messages in conversations])
+    assert together == [encode_conversation(tokenizer, messages) for messages in conversations]
+
+
+def test_tokenizer_without_template(with_template):
+    with pytest.raises(InputError, match="has no chat template"):
+        render_prompt(with_template(None), [user("Hi")])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no system role') }}", r"refuses the conversation \(no system role\)"),
+        ("{{ messages[0].content }}", "leaves out an answer"),
+        ("{{ messages|length }}{{ messages[1].content[:1] }}!{{ messages[1].content }}", "around"),
+    ],
+)
+def test_template_that_does_not_fit(with_template, template, message):
+    with pytest.raises(InputError, match=message):
+        encode_conversation(with_template(template), [user("Hi"), assistant("Hello.")])
