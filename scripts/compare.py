@@ -1,0 +1,218 @@
+"""Train and bench the tiny drafters side by side: the table that says what the relay is worth.
+
+    python scripts/compare.py                 # 3 seeds, all rows: about two hours on 2 cores
+    python scripts/compare.py --quick         # 1 seed, a tenth of the steps: a look, no result
+
+Every row is one recipe with at most one thing changed, trained with the same data, seeds, optimizer
+steps and mask-round anchors, exported from its best checkpoint by validation tau, and decoded on the
+same held-out prompts. Finished trainings and benches are kept and not repeated; a second run goes on
+where the first one stopped.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+TARGET = "data/tiny-qwen3"
+BASE = "dflash"
+SHIPPED = ("dflash", "dflow")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row: a recipe, what is changed on its command line, and what it is for."""
+
+    name: str
+    recipe: str
+    changes: tuple[str, ...] = ()
+    equal_time_to: str | None = None
+
+
+def variants(num_anchors: int) -> list[Variant]:
+    return [
+        Variant("dflash", "tiny-dflash"),
+        Variant("dflow", "tiny-dflow"),
+        Variant("dflash-sc", "tiny-dflash-sc"),
+        # As many blocks per step as the three rounds of DFlow.
+        Variant("dflash-equal-blocks", "tiny-dflash", ("--model.num_anchors", str(3 * num_anchors))),
+        Variant("dflow-clean-features", "tiny-dflow", ("--rollout.mode", "clean_features")),
+        Variant("dflash-equal-time", "tiny-dflash", equal_time_to="dflow"),
+    ]
+
+
+@dataclass(frozen=True)
+class Study:
+    out: Path
+    seeds: Sequence[int]
+    quick: bool
+    per_family: int
+
+    def folder(self, variant: Variant, seed: int) -> Path:
+        return self.out / f"{variant.name}-{seed}"
+
+    def seconds(self, name: str, seed: int) -> float:
+        return json.loads((self.out / f"{name}-{seed}" / "seconds.json").read_text())["seconds"]
+
+    def steps(self, variant: Variant, seed: int) -> int | None:
+        """Optimizer steps of a run, where they are not the recipe's."""
+        steps = recipe_value(variant.recipe, "max_steps")
+        if self.quick:
+            steps //= 10
+        if variant.equal_time_to:
+            ratio = self.seconds(variant.equal_time_to, seed) / self.seconds(BASE, seed)
+            return round(steps * ratio)
+        return steps
+
+    def train(self, variant: Variant, seed: int) -> None:
+        folder = self.folder(variant, seed)
+        if (folder / "export" / "config.json").exists():
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        steps = self.steps(variant, seed)
+        start = time.perf_counter()
+        dflow_train(
+            "fit", "--config", f"recipes/{variant.recipe}.yaml", "--run_dir", folder, "--seed_everything", seed,
+            "--model.seed", seed, "--data.seed", seed, "--trainer.max_steps", steps,
+            "--trainer.val_check_interval", max(1, steps // 4), *variant.changes, log=folder.with_suffix(".log"),
+        )  # fmt: skip
+        seconds = time.perf_counter() - start
+        (folder / "seconds.json").write_text(json.dumps({"seconds": seconds, "steps": steps}))
+        best = folder / "checkpoints" / "best.ckpt"
+        dflow_train("export", "--checkpoint", best, "--out", folder / "export", log=folder.with_suffix(".log"))
+        print(f"{variant.name} seed {seed}: {steps} steps, {seconds:.0f} s", flush=True)
+
+    def bench(self, variant: Variant, seed: int) -> list[dict]:
+        folder = self.folder(variant, seed)
+        result = folder / "bench.json"
+        if not result.exists():
+            dflow_train(
+                "bench", "--target", TARGET, "--drafter", folder / "export", "--suite", "tiny", "--temperature", "0,1",
+                "--per_family", self.per_family, "--batch_size", 8, "--json", result, log=folder.with_suffix(".bench.log"),
+            )  # fmt: skip
+        return json.loads(result.read_text())["rows"]
+
+
+def recipe_value(recipe: str, key: str) -> int:
+    for line in Path(f"recipes/{recipe}.yaml").read_text().splitlines():
+        name, _, value = line.strip().partition(":")
+        if name == key:
+            return int(value.split("#")[0])
+    raise SystemExit(f"recipes/{recipe}.yaml sets no {key}")
+
+
+def dflow_train(*arguments: object, log: Path) -> None:
+    """Run one command in a process of one thread; its output goes to a file."""
+    command = [sys.executable, "-m", "dflow_lightning", *map(str, arguments)]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        done = subprocess.run(command, stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed, see {log}")
+
+
+def in_pairs(function, pairs: list[tuple[Variant, int]], jobs: int) -> list:
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(lambda pair: function(*pair), pairs))
+
+
+def collect(rows: dict[tuple[str, int], list[dict]]) -> dict[str, dict]:
+    """Tau of each seed by `row name`, `temperature/family`; the relay-off rows get names of their own."""
+    table: dict[str, dict] = {}
+    for (name, _), found in sorted(rows.items()):
+        has_relay = any(row["relay"] == "on" for row in found)
+        for row in found:
+            title = f"{name}, relay {row['relay']}" if has_relay else name
+            cell = f"{row['temperature']:g}/{row['family']}"
+            entry = table.setdefault(title, {}).setdefault(cell, {"tau": [], "lossless": True})
+            entry["tau"].append(row["tau"])
+            entry["lossless"] &= row["lossless"] is not False
+    return table
+
+
+def markdown(table: dict[str, dict], study: Study) -> str:
+    cells = [f"{t}/{family}" for t in (0, 1) for family in ("math", "code", "chat", "pooled")]
+    lines = [
+        f"tau (accepted drafts + 1), mean and spread (largest - smallest) of {len(study.seeds)} seeds, "
+        f"{study.per_family} prompts a family",
+        "",
+        "| drafter | " + " | ".join(f"T={c.replace('/', ' ')}" for c in cells) + " | lossless |",
+        "|---|" + "---|" * (len(cells) + 1),
+    ]
+    for title, row in table.items():
+        values = [f"{statistics.mean(row[c]['tau']):.3f} ± {spread(row[c]['tau']):.3f}" for c in cells]
+        lossless = "yes" if all(entry["lossless"] for entry in row.values()) else "NO"
+        lines.append(f"| {title} | " + " | ".join(values) + f" | {lossless} |")
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> float:
+    return max(values) - min(values)
+
+
+def ratio(table: dict, one: str, other: str, cell: str) -> list[float]:
+    """One row over another, seed by seed."""
+    return [a / b for a, b in zip(table[one][cell]["tau"], table[other][cell]["tau"], strict=True)]
+
+
+BARS = (  # one, other, temperature, at least
+    ("dflow, relay on", "dflash", 0, 1.10),
+    ("dflow, relay on", "dflash", 1, 1.09),
+    ("dflow, relay on", "dflow, relay off", 0, 1.05),
+    ("dflow, relay on", "dflow, relay off", 1, 1.0),
+    ("dflow, relay on", "dflash-sc", 0, 1.0),
+    ("dflash-sc", "dflash", 0, 1.0),
+    ("dflow, relay on", "dflash-equal-blocks", 0, 1.05),
+    ("dflow, relay on", "dflash-equal-blocks", 1, 1.0),
+    ("dflow, relay on", "dflash-equal-time", 0, 1.0),
+    ("dflow, relay on", "dflash-equal-time", 1, 1.0),
+    ("dflow, relay on", "dflow-clean-features, relay on", 0, 1.0),
+)
+
+
+def bars(table: dict) -> list[str]:
+    lines = ["| pooled tau of | over | T | ratio (mean of seeds) | each seed | goal | met |", "|---|---|---|---|---|---|---|"]
+    for one, other, temperature, goal in BARS:
+        values = ratio(table, one, other, f"{temperature}/pooled")
+        mean = statistics.mean(values)
+        each = ", ".join(f"{value:.3f}" for value in values)
+        lines.append(f"| {one} | {other} | {temperature} | {mean:.3f} | {each} | {goal:.2f} | {'yes' if mean >= goal else 'no'} |")
+    return lines
+
+
+def main(out: Path, seeds: list[int], jobs: int, quick: bool, per_family: int, ship: bool) -> None:
+    study = Study(out, seeds[:1] if quick else seeds, quick, 8 if quick else per_family)
+    rows = variants(recipe_value("tiny-dflash", "num_anchors"))
+    pairs = [(variant, seed) for seed in study.seeds for variant in rows]
+    in_pairs(study.train, [p for p in pairs if not p[0].equal_time_to], jobs)
+    in_pairs(study.train, [p for p in pairs if p[0].equal_time_to], jobs)
+    results = in_pairs(study.bench, pairs, jobs)
+    table = collect({(v.name, seed): found for (v, seed), found in zip(pairs, results, strict=True)})
+    summary = "\n".join([markdown(table, study), "", *bars(table), ""])
+    (out / "summary.md").write_text(summary)
+    (out / "summary.json").write_text(json.dumps(table, indent=1))
+    print(summary)
+    if ship:
+        for name in SHIPPED:
+            destination = Path("data/tiny-drafters") / name
+            shutil.rmtree(destination, ignore_errors=True)
+            shutil.copytree(out / f"{name}-{study.seeds[0]}" / "export", destination)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"))
+    parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=2, help="trainings at the same time, one thread each")
+    parser.add_argument("--per-family", type=int, default=32)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--ship", action="store_true", help="copy the first seed's drafters to data/tiny-drafters")
+    main(**vars(parser.parse_args()))

@@ -1,0 +1,227 @@
+"""`dflow-train fit | validate | test`: LightningCLI over this package's fixed classes."""
+
+import logging
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+
+from dflow_lightning.arguments import OneSentence
+from dflow_lightning.checkpoint import FOLDER, Checkpointing, SavedRun, find_checkpoint
+from dflow_lightning.data.datamodule import ChatDataModule
+from dflow_lightning.errors import InputError
+from dflow_lightning.module import DrafterModule
+from dflow_lightning.progress import RunProgress, decoded_line, shown
+from dflow_lightning.rollout import OnlineRollout
+from dflow_lightning.tracking import RecipeRecord, Tracking
+from dflow_lightning.validation import ValidationDecoding
+
+RUNS = Path("runs")
+SECTIONS = {
+    "rollout": OnlineRollout,
+    "validation": ValidationDecoding,
+    "tracking": Tracking,
+    "checkpoint": Checkpointing,
+}
+INTERPOLATION = {"parser_mode": "omegaconf+"}  # plain `omegaconf` leaves stale values behind
+COMMANDS = ("fit", "validate", "test")
+
+
+class RunParser(OneSentence, LightningArgumentParser):
+    """LightningCLI's parser with errors in one sentence."""
+
+
+class TrainCLI(LightningCLI):
+    """Fixed model and data classes; the callbacks that a run needs have sections of their own."""
+
+    def __init__(self, args: Sequence[str]):
+        super().__init__(
+            DrafterModule,
+            ChatDataModule,
+            args=list(args),
+            parser_class=RunParser,
+            parser_kwargs={
+                "prog": "dflow-train",
+                **INTERPOLATION,
+                **{command: dict(INTERPOLATION) for command in COMMANDS},
+            },
+            save_config_callback=RecipeRecord,
+            save_config_kwargs={"save_to_log_dir": False},
+            seed_everything_default=0,
+            trainer_defaults={
+                "deterministic": True,
+                "enable_model_summary": False,
+                "log_every_n_steps": 10,
+            },
+            auto_configure_optimizers=False,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The trainer's commands that make sense for a drafter."""
+        return {k: v for k, v in LightningCLI.subcommands().items() if k in COMMANDS}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The sections beside model, data and trainer, and the values that must agree."""
+        for section, callback in SECTIONS.items():
+            parser.add_lightning_class_args(callback, section)
+        parser.add_argument(
+            "--run_dir",
+            type=Path | None,
+            default=None,
+            help="Where checkpoints, recipe and MLflow store go. By default a new folder "
+            "runs/<recipe name>; a folder that is named here is written into as it is.",
+        )
+        parser.link_arguments("model.target.path", "data.tokenizer")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses, and settles which folder and which checkpoint this run is about."""
+        self.config = parser.parse_args(args)
+        command = self.config.subcommand
+        self._settings = self.config[command]
+        name = self._settings.ckpt_path
+        folder = self._settings.run_dir or self._settings.trainer.default_root_dir
+        folder = folder or default_run_dir(
+            recipe_name(args), None if name is None else str(name), fresh=command == "fit"
+        )
+        self._settings.run_dir = self.run_dir = Path(folder)
+        self.resumed: SavedRun | None = None
+        if name is not None:
+            path = find_checkpoint(self.run_dir, str(name))
+            self._settings.ckpt_path = str(path)
+            if command == "fit" and path.is_file():
+                self.resumed = SavedRun.read(path)
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would let the checkpoint's values win over the command line in silence."""
+        if self.resumed:
+            parser = self._parser(self.config.subcommand)
+            recipe = yaml.safe_load(parser.dump(self._settings, skip_none=False, format="yaml"))
+            self.resumed.require_same(recipe)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The trainer of this run folder, with the record and the progress display."""
+        settings = self.config_init[self.subcommand]
+        if settings.trainer.enable_checkpointing is False:
+            self._parser(self.subcommand).callback_keys.remove("checkpoint")
+        if settings.trainer.enable_progress_bar is not False:
+            kwargs["callbacks"] = [*as_list(settings.trainer.callbacks), RunProgress()]
+        if self.subcommand == "fit" and self._settings.data.validation is None:
+            kwargs["limit_val_batches"] = 0
+        kwargs["default_root_dir"] = str(self.run_dir)
+        kwargs["logger"] = self._loggers(settings)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except MisconfigurationException as error:
+            raise InputError(f"trainer: {' '.join(str(error).split())}") from error
+
+    def _loggers(self, settings: Any) -> Any:
+        """The recipe's own loggers and ours; `trainer.logger: false` means none at all."""
+        chosen = settings.trainer.logger
+        if chosen is False or not settings.tracking.enabled:
+            return chosen or False
+        run_id = self.resumed.run_id if self.resumed else None
+        suffix = "" if self.subcommand == "fit" else f"-{self.subcommand}"
+        own = settings.tracking.open(self.run_dir, run_id, suffix)
+        return [own] if chosen is True else [own, *as_list(chosen)]
+
+    def after_fit(self) -> None:
+        """Says what there is now and what to do with it."""
+        if not self.trainer.is_global_zero:
+            return
+        best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
+        score = getattr(self.trainer.checkpoint_callback, "best_model_score", None)
+        last = getattr(self.trainer.checkpoint_callback, "last_model_path", "")
+        print(f"finished at step {self.trainer.global_step}")
+        if score is not None:
+            print(f"  best val/tau  {float(score):.3f}")
+        if checkpoint := best or last:
+            print(f"  checkpoint    {shown(checkpoint)}")
+            print(
+                f"  export        dflow-train export --checkpoint {shown(checkpoint)} "
+                f"--out {shown(self.run_dir / 'export')}"
+            )
+        if (self.run_dir / "mlflow.db").exists():
+            print(f"  dashboard     dflow-train ui --run {shown(self.run_dir)}")
+
+    def after_validate(self) -> None:
+        """Prints the decoded tau."""
+        self._print_decoded("val")
+
+    def after_test(self) -> None:
+        """Prints the decoded tau."""
+        self._print_decoded("test")
+
+    def _print_decoded(self, prefix: str) -> None:
+        line = decoded_line(self.trainer.callback_metrics, prefix)
+        if line and self.trainer.is_global_zero:
+            print(f"decoded: {line}")
+
+
+def as_list(value: Any) -> list[Any]:
+    """None, one thing or a list of things as a list."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def recipe_name(args: Sequence[str]) -> str:
+    """The first recipe's file name; its folder's name for the `config.yaml` of an earlier run."""
+    for option, value in zip(args, [*args[1:], ""], strict=True):
+        key, equals, attached = option.partition("=")
+        if key in ("-c", "--config") and (attached or value):
+            path = Path(attached if equals else value)
+            return path.absolute().parent.name if path.name == "config.yaml" else path.stem
+    return "run"
+
+
+def default_run_dir(name: str, ckpt_path: str | None, *, fresh: bool) -> Path:
+    """The folder of a run that names none.
+
+    The folder of the checkpoint it reads; for `last` and `best` the newest folder of that name;
+    for a new training one that no other training uses.
+    """
+    if ckpt_path not in (None, "last", "best"):
+        folder = Path(ckpt_path).absolute().parent
+        return folder.parent if folder.name == FOLDER else RUNS / name
+    folder, number, newest = RUNS / name, 1, None
+    while (folder / FOLDER).exists():
+        number, newest = number + 1, folder
+        folder = RUNS / f"{name}-{number}"
+    return folder if newest is None or (fresh and ckpt_path is None) else newest
+
+
+def quiet() -> None:
+    """Leaves the terminal to what `progress.py` prints, and to warnings."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel("WARNING")
+    for name in ("lightning.pytorch.loggers.mlflow", "alembic"):
+        logging.getLogger(name).setLevel("ERROR")
+    # Lightning against a newer torch; nothing a user can change.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+
+
+def run(args: Sequence[str]) -> int:
+    """Runs a `fit`, `validate` or `test` command line and returns the exit status."""
+    quiet()
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        TrainCLI(args)
+    except SIGTERMException:
+        return 128 + signal.SIGTERM
+    except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit 1
+            raise KeyboardInterrupt from stop
+        raise
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+    return 0

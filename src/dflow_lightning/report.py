@@ -1,0 +1,231 @@
+"""One self-contained HTML page from the JSON files that `dflow-train bench` writes."""
+
+import json
+from html import escape
+from pathlib import Path
+
+from dflow_lightning import atomic
+from dflow_lightning.bench_table import short_names
+from dflow_lightning.charts import Series, bar_chart, hatch_definitions, line_chart
+from dflow_lightning.errors import InputError
+
+# What has to be equal before two files may stand in one table: other values of these change tau.
+SAME_CONDITIONS = (
+    "target_fingerprint",
+    "template_hash",
+    "enable_thinking",
+    "suite_hash",
+    "max_new_tokens",
+)
+ROW_KEYS = (
+    "drafter",
+    "relay",
+    "temperature",
+    "acceptance",
+    "family",
+    "tau",
+    "position_acceptance",
+    "tokens_per_second",
+    "speedup",
+    "lossless",
+)
+STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#111}
+table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums;display:block;
+overflow-x:auto}
+th,td{padding:.25rem .7rem;border-bottom:1px solid #ccc;text-align:right;white-space:nowrap}
+th:first-child,td:first-child{text-align:left}
+thead th{border-bottom:2px solid #111}
+code,pre{background:#f2f2f2;padding:.1rem .3rem;overflow-wrap:anywhere}
+pre{padding:.6rem;overflow-x:auto}
+svg{max-width:100%;height:auto;margin:.5rem 0}
+figcaption{color:#444}
+"""
+
+
+def report_command(*, bench: list[Path], out: Path) -> None:
+    """Turn bench results into one HTML page that needs nothing beside it.
+
+    Args:
+        bench: JSON files written by `dflow-train bench`, measured under the same conditions.
+        out: the HTML file to write.
+    """
+    if not bench:
+        raise InputError("bench: no file given; pass --bench out.json")
+    atomic.check_writable(out, "out")
+    results = [read_result(path) for path in bench]
+    check_same_conditions(bench, results)
+    atomic.write_text(out, render([str(path) for path in bench], results))
+    num_rows = sum(len(result["rows"]) for result in results)
+    print(f"report of {num_rows} rows written to {out}")
+
+
+def read_result(path: Path) -> dict:
+    """A bench file, checked for what the page shows."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            f"bench: {path} does not exist; write it with dflow-train bench --json"
+        ) from None
+    except (ValueError, OSError) as error:
+        raise InputError(f"bench: {path} cannot be read as JSON ({error})") from None
+    if not isinstance(result, dict) or not {"rows", "environment"} <= result.keys():
+        raise InputError(
+            f"bench: {path} has no rows and environment; dflow-train bench writes both"
+        )
+    if not result["rows"]:
+        raise InputError(f"bench: {path} holds no rows; measure at least one drafter")
+    for index, row in enumerate(result["rows"]):
+        missing = [key for key in ROW_KEYS if key not in row]
+        if missing:
+            raise InputError(
+                f"bench: row {index} of {path} lacks {', '.join(missing)}; measure again"
+            )
+    return result
+
+
+def check_same_conditions(paths: list[Path], results: list[dict]) -> None:
+    """Refuse to set numbers side by side that were not measured alike."""
+    first = results[0]["environment"]
+    for path, result in zip(paths[1:], results[1:], strict=True):
+        for key in SAME_CONDITIONS:
+            ours, theirs = first.get(key), result["environment"].get(key)
+            if ours != theirs:
+                raise InputError(
+                    f"bench: {paths[0]} and {path} differ in {key} ({ours} and {theirs}), so their "
+                    "numbers cannot stand in one table; write a report of each"
+                )
+
+
+def render(sources: list[str], results: list[dict]) -> str:
+    """The whole page."""
+    rows = [row for result in results for row in result["rows"]]
+    names = short_names([row["drafter"] for row in rows])
+    rows = [row | {"drafter": names[row["drafter"]]} for row in rows]
+    parts = ["<h1>Speculative decoding: measured results</h1>", hatch_definitions(), INTRODUCTION]
+    for temperature in sorted({row["temperature"] for row in rows}):
+        chosen = [row for row in rows if row["temperature"] == temperature]
+        rule = ", ".join(sorted({row["acceptance"] for row in chosen}))
+        parts.append(f"<h2>Temperature {temperature:g} ({escape(rule)})</h2>")
+        parts += [tau_table(chosen), speed_table(chosen), *charts(chosen)]
+    for source, result in zip(sources, results, strict=True):
+        parts.append(environment_table(source, result["environment"]))
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>dflow-lightning bench</title><style>{STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
+    )
+
+
+INTRODUCTION = (
+    "<p>tau is the acceptance length: accepted drafts + 1 bonus token per round, pooled over all "
+    "rounds. Speed-up is tokens per second against plain decoding by the same target in the same "
+    "run. Lossless means that every answer equals the plain one token for token.</p>"
+)
+
+
+def arms(rows: list[dict]) -> list[tuple[str, str]]:
+    """(drafter, relay) in the order in which they were measured."""
+    return list(dict.fromkeys((row["drafter"], row["relay"]) for row in rows))
+
+
+def families(rows: list[dict]) -> list[str]:
+    names = dict.fromkeys(row["family"] for row in rows)
+    return [name for name in names if name != "pooled"] + ["pooled"] * ("pooled" in names)
+
+
+def tau_table(rows: list[dict]) -> str:
+    """tau per family; the last column compares the pooled value to the first row."""
+    cells = {(row["drafter"], row["relay"], row["family"]): row["tau"] for row in rows}
+    names, lines, reference = families(rows), [], None
+    for drafter, relay in arms(rows):
+        values = [cells.get((drafter, relay, name)) for name in names]
+        pooled = cells.get((drafter, relay, "pooled"))
+        reference = pooled if reference is None else reference
+        ratio = pooled / reference if pooled and reference else None
+        lines.append([drafter, relay, *(number(value) for value in values), number(ratio)])
+    return table("Acceptance length tau", ["drafter", "relay", *names, "pooled / first row"], lines)
+
+
+def speed_table(rows: list[dict]) -> str:
+    lines = []
+    for row in rows:
+        share = row.get("relay_share")
+        lines.append(
+            [
+                row["drafter"],
+                row["relay"],
+                row["family"],
+                number(row["tokens_per_second"], 1),
+                f"{number(row['speedup'])}x" if row["speedup"] else "-",
+                "-" if share is None else f"{100 * share:.2f} %",
+                {True: "yes", False: "NO", None: "not asserted"}[row["lossless"]],
+                str(row.get("excused_ties", "-")),
+            ]
+        )
+    header = [
+        "drafter",
+        "relay",
+        "family",
+        "tokens/s",
+        "speed-up",
+        "relay share",
+        "lossless",
+        "ties",
+    ]
+    return table("Speed and losslessness", header, lines)
+
+
+def charts(rows: list[dict]) -> list[str]:
+    """Per-position acceptance and the histogram of accepted drafts, all families pooled."""
+    pooled = [row for row in rows if row["family"] == "pooled"]
+    if not pooled:
+        return []
+    names = [f"{row['drafter']}, relay {row['relay']}" for row in pooled]
+    positions = [
+        Series(name, row["position_acceptance"]) for name, row in zip(names, pooled, strict=True)
+    ]
+    figures = [line_chart("Share of rounds that accept draft j", "draft position j", positions)]
+    counted = [
+        (name, row["histogram"])
+        for name, row in zip(names, pooled, strict=True)
+        if row.get("histogram")
+    ]
+    if counted:
+        shares = [
+            Series(name, [n / max(1, sum(counts)) for n in counts]) for name, counts in counted
+        ]
+        figures.append(
+            bar_chart("Rounds by number of accepted drafts", "accepted drafts a", shares)
+        )
+    return figures
+
+
+def environment_table(source: str, environment: dict) -> str:
+    """Everything the run recorded, the command first."""
+    rest = {key: value for key, value in environment.items() if key != "command"}
+    lines = [
+        [key, value if isinstance(value, str) else json.dumps(value)] for key, value in rest.items()
+    ]
+    command = environment.get("command", "not recorded")
+    return f"<h2>How {escape(source)} was measured</h2><pre>{escape(str(command))}</pre>" + table(
+        "Environment", ["what", "value"], lines
+    )
+
+
+def table(caption: str, header: list[str], lines: list[list[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines
+    )
+    return (
+        f"<h3>{escape(caption)}</h3><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table>"
+    )
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,285 @@
+"""The command line: exit codes, one-sentence errors, run folders, resume, progress."""
+
+import io
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from dflow_lightning import __main__ as entry
+from dflow_lightning.arguments import explain, nearest
+from dflow_lightning.errors import InputError
+
+if TYPE_CHECKING:
+    from launch import Launcher
+
+pytest_plugins = ["launch"]
+
+# ---------------------------------------------------------------- the entry point
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from dflow_lightning.__main__ import main; status = main(['--help']); "
+        "print(sorted({'torch', 'lightning', 'transformers', 'jsonargparse'} & set(sys.modules))); "
+        "sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    for command in (*entry.RUNS, *entry.TOOLS):
+        assert re.search(rf"^  {command} +\w", done.stdout, re.MULTILINE)
+
+
+def test_no_command_is_a_mistake(launch: "Launcher") -> None:
+    assert launch().status == 2
+    assert "usage" in launch("help").out
+
+
+def test_unknown_command_suggests_the_nearest(launch: "Launcher") -> None:
+    done = launch("fti")
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("error: unknown command 'fti'; did you mean 'fit'?")
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"), [(InputError("x: no"), 2), (KeyboardInterrupt(), 130), (SystemExit(3), 3)]
+)
+def test_exit_status_of_what_a_command_raises(
+    raised: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, launch: "Launcher"
+) -> None:
+    def fail(args: list[str]) -> int:
+        raise raised
+
+    monkeypatch.setattr(entry, "dispatch", fail)
+    done = launch("fit")
+    assert done.status == status
+    assert "Traceback" not in done.err
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: list[str]) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(entry, "dispatch", fail)
+    with pytest.raises(ZeroDivisionError):
+        entry.main([])
+
+
+@pytest.mark.parametrize("tool", entry.TOOLS)
+def test_every_tool_prints_its_options(tool: str, launch: "Launcher") -> None:
+    done = launch(tool, "--help")
+    assert done.status == 0
+    assert f"dflow-train [options] {tool}" in done.out
+
+
+def test_tool_errors_are_one_sentence(launch: "Launcher") -> None:
+    assert launch("ui").err == "error: run is missing: give --run\n"
+    assert launch("ui", "--rnu", "x").err == "error: unknown key 'rnu'; did you mean 'run'?\n"
+    done = launch("ui", "--run", "nowhere")
+    assert done.status == 2
+    assert done.err.startswith("error: run: nowhere has no mlflow.db")
+
+
+def test_explain_and_nearest() -> None:
+    known = ["model.optimizer.lr", "model.drafter.block_size", "run_dir"]
+    assert nearest("model.lr", known) == "; did you mean 'model.optimizer.lr'?"
+    assert nearest("zzz", known) == ""
+    assert explain('Parser key "a.b":\n  Expected a <int>. Got value: x', known) == (
+        "a.b: Expected a <int>. Got value: x"
+    )
+
+
+# ---------------------------------------------------------------- mistakes in a run
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["--model.drafter.blocksize=3"],
+            "unknown key 'model.drafter.blocksize'; did you mean 'model.drafter.block_size'?",
+        ),
+        (["--model.lr", "3"], "unknown key 'model.lr'; did you mean 'model.optimizer.lr'?"),
+        (["--model.relay.enabled=maybe"], "model.relay.enabled: Expected a <class 'bool'>"),
+        (["--model.drafter.block_size=1"], "drafter.block_size is 1; "),  # raised on instantiation
+        (["--data.train=nowhere.jsonl"], "data.train: nowhere.jsonl"),  # raised inside trainer.fit
+        (["--trainer.accelerator=gpu"], "trainer: No supported gpu backend"),
+        (["--ckpt_path=nowhere.ckpt"], "ckpt_path: nowhere.ckpt does not exist"),
+        (["--ckpt_path=last"], "ckpt_path: last (runs/small/checkpoints/last.ckpt) does not exist"),
+        (["--validation.batch_size=0"], "validation.max_new_tokens and validation.batch_size"),
+        (["--checkpoint.monitor=val/tua"], "checkpoint.monitor is val/tua, which is not logged"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_status_2(
+    options: list[str], sentence: str, launch: "Launcher", recipe: Path, run_options: list[str]
+) -> None:
+    if "gpu" in options[0] and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = launch("fit", "--config", recipe, *run_options, *options)
+    assert done.status == 2
+    assert done.err.startswith(f"error: {sentence}")
+    assert len(done.err.splitlines()) == 1
+
+
+def test_unknown_key_in_a_recipe(launch: "Launcher", recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("num_rounds", "numrounds"))
+    done = launch("fit", "--config", recipe)
+    assert done.err == (
+        "error: unknown key 'rollout.numrounds'; did you mean 'rollout.num_rounds'?\n"
+    )
+
+
+def test_missing_value_names_its_key(launch: "Launcher") -> None:
+    assert launch("fit").err.startswith("error: model.target.path is missing: set it in the recipe")
+
+
+# ---------------------------------------------------------------- a run
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def test_plain_output_checkpoints_and_recipe(
+    launch: "Launcher", recipe: Path, run_options: list[str]
+) -> None:
+    done = launch("fit", "--config", recipe, *run_options)
+    assert done.status == 0, done.err
+    assert "\x1b" not in done.out + done.err
+    assert "\r" not in done.out + done.err
+    assert done.err == ""
+    lines = done.out.splitlines()
+    assert lines[0].startswith("target ")
+    assert "relay" in lines[0]
+    assert "4 steps" in lines[1]
+    assert lines[2] == "run folder runs/small"
+    assert re.search(
+        r"^step 2/4  loss [\d.]+  tau( [\d.]+){3}  [\d,]+ tokens/s  eta \d+:\d\d$", done.out, re.M
+    )
+    decoded = (
+        r"^step 4 decoded: tau [\d.]+ \(relay off [\d.]+\); chat [\d.]+, code [\d.]+, math [\d.]+$"
+    )
+    assert re.search(decoded, done.out, re.M)
+    assert "best val/tau" in done.out
+    assert "export --checkpoint runs/small/checkpoints/best.ckpt" in done.out
+
+    folder = launch.folder / "runs/small"
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    checkpoint = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
+    assert not any("target" in name for name in checkpoint["state_dict"])
+    assert checkpoint["recipe"]["rollout"]["num_anchors"] == 4
+    # The saved recipe is a recipe: rerun, it makes a new run with the same numbers.
+    again = launch("fit", "--config", folder / "config.yaml")
+    assert again.status == 0, again.err
+    assert "run folder runs/small-2" in again.out
+    first = weights(launch.folder / "runs/small/checkpoints/last.ckpt")
+    second = weights(launch.folder / "runs/small-2/checkpoints/last.ckpt")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_resume_is_exact_and_refuses_another_recipe(
+    launch: "Launcher", recipe: Path, run_options: list[str]
+) -> None:
+    fit = ("fit", "--config", recipe, *run_options)
+    schedule = (
+        "--model.optimizer.warmup_ratio=1e-9"  # min_lr_ratio 1: no step count in the schedule
+    )
+    fit = (*fit, schedule, "--model.optimizer.min_lr_ratio=1.0")
+    assert launch(*fit, "--run_dir=whole").status == 0
+    assert launch(*fit, "--run_dir=half", "--trainer.max_steps=2").status == 0
+    refused = launch(*fit, "--run_dir=half", "--ckpt_path=last", "--model.optimizer.lr=0.5")
+    assert refused.status == 2
+    assert "was trained with model.optimizer.lr = 0.0006, this command says 0.5" in refused.err
+    resumed = launch(*fit, "--run_dir=half", "--ckpt_path=last", "--validation.max_new_tokens=6")
+    assert resumed.status == 0, resumed.err
+    assert "finished at step 4" in resumed.out
+    whole = weights(launch.folder / "whole/checkpoints/last.ckpt")
+    half = weights(launch.folder / "half/checkpoints/last.ckpt")
+    assert all(torch.equal(whole[name], half[name]) for name in whole)
+
+
+def test_checkpoint_never_overrides_the_command_line(
+    launch: "Launcher", recipe: Path, run_options: list[str]
+) -> None:
+    """Lightning would adopt the checkpoint's values; ours wins or the command is refused."""
+    options = ("--config", recipe, *run_options)
+    assert launch("fit", *options).status == 0
+    done = launch("test", *options, "--ckpt_path=best", "--model.drafter.block_size=8")
+    assert done.status == 2
+    assert "block_size is 8 but the checkpoint has 4" in done.err
+    tested = launch("test", *options, "--ckpt_path=best")
+    assert tested.status == 0, tested.err
+    assert re.search(r"^decoded: tau [\d.]+ \(relay off", tested.out, re.M)
+    validated = launch("validate", *options, "--ckpt_path=runs/small/checkpoints/last.ckpt")
+    assert validated.status == 0, validated.err
+    assert not (launch.folder / "runs/small-2").exists()
+
+
+def test_last_is_written_between_validations_and_at_the_end(
+    launch: "Launcher", recipe: Path, run_options: list[str]
+) -> None:
+    done = launch(
+        "fit",
+        "--config",
+        recipe,
+        *run_options,
+        "--trainer.max_steps=3",
+        "--checkpoint.save_top_k=2",
+    )
+    assert done.status == 0, done.err
+    files = sorted(path.name for path in (launch.folder / "runs/small/checkpoints").iterdir())
+    assert files[0] == "last.ckpt"
+    assert re.fullmatch(r"step2-[\d.]+\.ckpt", files[1])
+    assert (
+        torch.load(launch.folder / "runs/small/checkpoints/last.ckpt", weights_only=True)[
+            "global_step"
+        ]
+        == 3
+    )
+
+
+def test_without_validation_data_the_last_checkpoint_counts(
+    launch: "Launcher", recipe: Path, run_options: list[str]
+) -> None:
+    options = [
+        o for o in run_options if not o.startswith(("--data.validation", "--trainer.val_check"))
+    ]
+    done = launch("fit", "--config", recipe, *options)
+    assert done.status == 0, done.err
+    assert "checkpoint    runs/small/checkpoints/last.ckpt" in done.out
+
+
+def test_bar_on_a_terminal(
+    launch: "Launcher", recipe: Path, run_options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "120"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch("fit", "--config", recipe, *run_options).status == 0
+    assert "\x1b[" in terminal.getvalue()
+    assert re.search(r"4/4.*loss.*tau.*tokens/s", terminal.getvalue())
+
+
+def test_interrupt_ends_with_130(
+    launch: "Launcher", recipe: Path, run_options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflow_lightning.module import DrafterModule
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DrafterModule, "training_step", interrupt)
+    done = launch("fit", "--config", recipe, *run_options)
+    assert done.status == 130
+    assert "Traceback" not in done.err
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN

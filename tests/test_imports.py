@@ -1,0 +1,100 @@
+"""What may import what: the layers, and what decoding and serving stay free of."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
+# Each file or sub-package belongs to one layer and imports from its own or a lower one.
+LAYERS = [
+    {"errors"},
+    {"acceptance", "attention", "blocks", "loss", "metrics"},
+    {"target", "drafter", "relay", "causal_head", "eagle3"},
+    {"draft", "rollout", "decode", "data"},
+    {"module"},
+    {"validation", "progress", "tracking", "strategy"},
+    {
+        *("checkpoint", "export", "drafter_folder", "model_card", "atomic"),
+        *("bench", "bench_table", "measure", "equality", "report", "charts", "ui"),
+        "serving",
+    },
+    {"arguments", "cli", "__main__"},
+]
+TRAINING_ONLY = ("lightning", "pytorch_lightning", "deepspeed", "mlflow")
+
+
+def layer(name: str) -> int:
+    """The layer of a dotted module name below the package."""
+    part = name.split(".")[0]
+    found = [i for i, members in enumerate(LAYERS) if part in members]
+    assert found, f"{part} belongs to no layer; add it to LAYERS"
+    return found[0]
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {dotted(path): path for path in sorted(SRC.rglob("*.py")) if path != SRC / "__init__.py"}
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of this package that a file imports when it is itself imported."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module and node.module.startswith("dflow_lightning."):
+                names.add(node.module.removeprefix("dflow_lightning."))
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("dflow_lightning") for alias in node.names)
+    return names
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_point_one_way(name: str) -> None:
+    for other in imported(FILES[name]):
+        assert layer(other) <= layer(name), f"{name} imports {other}, which stands above it"
+
+
+def test_no_cycles() -> None:
+    graph = {name: imported(path) & FILES.keys() for name, path in FILES.items()}
+    while graph:
+        free = {name for name, needs in graph.items() if not needs & graph.keys() - {name}}
+        assert free, f"these import each other: {sorted(graph)}"
+        graph = {name: needs for name, needs in graph.items() if name not in free}
+
+
+def run_python(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_itself_imports_nothing_heavy() -> None:
+    heavy = "{'torch', 'transformers', 'lightning', 'mlflow', 'jsonargparse', 'numpy'}"
+    run_python(
+        f"import sys, dflow_lightning as d; d.__version__; assert not {heavy} & set(sys.modules)"
+    )
+
+
+def test_decoding_needs_no_training_framework() -> None:
+    names = [n for n in FILES if n.split(".")[0] in ("decode", "relay") or n == "serving"]
+    assert {"decode.engine", "relay"} <= set(names)
+    imports = "; ".join(f"import dflow_lightning.{name}" for name in names)
+    blocked = f"for name in {TRAINING_ONLY}: sys.modules[name] = None"
+    run_python(f"import sys\n{blocked}\n{imports}")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in FILES if n.split(".")[0] in ("decode", "relay", "serving")]
+)
+def test_decoding_names_no_training_framework(name: str) -> None:
+    """Not inside functions either; serving may need an engine that is not installed here."""
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not [m for m in modules if m.split(".")[0] in TRAINING_ONLY]
