@@ -6,7 +6,7 @@
 #       needs a base with the CUDA compiler:
 #       docker build -t dflow:cuda --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 \
 #                    --build-arg EXTRAS=plots,deepspeed .
-# Run:  docker run --rm --user "$(id -u):$(id -g)" -v "$PWD/runs:/work/runs" dflow \
+# Run:  docker run --rm --user "$(id -u):$(id -g)" -v "$PWD/runs:/app/runs" dflow \
 #           fit --config recipes/tiny-dflow.yaml
 #
 # BASE            any Debian or Ubuntu image; Python 3.10 or newer is added where it is missing
@@ -34,14 +34,14 @@ RUN python3 -m venv /opt/dflow \
 
 FROM python
 RUN useradd --create-home --uid 10001 dflow \
-    && mkdir -p /work/runs && chown -R dflow:dflow /work
+    && mkdir -p /app/runs && chown -R dflow:dflow /app
 COPY --from=build /opt/dflow /opt/dflow
-COPY --chown=dflow:dflow recipes /work/recipes
-COPY --chown=dflow:dflow data /work/data
+COPY --chown=dflow:dflow recipes /app/recipes
+COPY --chown=dflow:dflow data /app/data
 # HOME and LOGNAME also serve a --user that the image does not know.
 ENV PATH=/opt/dflow/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp LOGNAME=dflow
 USER dflow
-WORKDIR /work
-VOLUME /work/runs
+WORKDIR /app
+VOLUME /app/runs
 ENTRYPOINT ["dflow-train"]
 CMD ["--help"]

@@ -23,11 +23,16 @@ def random_target(folder: Path, *, seed: int = 0, num_layers: int = 4, scale: fl
     """
     torch.manual_seed(seed)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    backend = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = token_decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=SPECIAL
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=SPECIAL,
     )
     tokenizer.chat_template = (ROOT / "data/build/chat_template.jinja").read_text()
     tokenizer.save_pretrained(folder)

@@ -23,11 +23,15 @@ def test_choose_is_greedy_at_zero_and_mixes_per_request():
 
 def test_choose_samples_the_softmax():
     logits = torch.randn(1, 1, 5).expand(1, 200_000, 5)
-    uniforms = torch.rand(1, 200_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    uniforms = torch.rand(
+        1, 200_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
     for temperature in (0.5, 1.0, 2.0):
         tokens = choose(logits, torch.tensor([temperature]), uniforms)
         shares = tokens.flatten().bincount(minlength=5) / 200_000
-        torch.testing.assert_close(shares, (logits[0, 0] / temperature).softmax(-1), atol=5e-3, rtol=0)
+        torch.testing.assert_close(
+            shares, (logits[0, 0] / temperature).softmax(-1), atol=5e-3, rtol=0
+        )
 
 
 def test_summary_pools_rounds_and_averages_requests():

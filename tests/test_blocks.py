@@ -44,7 +44,11 @@ def test_labels_stop_at_the_mask_and_the_end():
     anchors = Anchors(torch.tensor([[1, 8, 2]]), torch.tensor([[True, True, False]]))
     labels, supervised = slot_labels(ids, mask, anchors, 4)
     assert labels[0, 0].tolist() == [102, 103, 104]
-    assert supervised[0].tolist() == [[True, True, True], [True, False, False], [False, False, False]]
+    assert supervised[0].tolist() == [
+        [True, True, True],
+        [True, False, False],
+        [False, False, False],
+    ]
 
 
 def test_next_anchors_equal_loops():
@@ -58,7 +62,12 @@ def test_next_anchors_equal_loops():
             for n in range(3):
                 position = int(anchors.positions_BN[b, n] + accepted[b, n]) + 1
                 alive = bool(anchors.valid_BN[b, n]) and int(accepted[b, n]) < 3
-                alive = alive and position + 1 < 12 and bool(mask[b, position]) and bool(mask[b, position + 1])
+                alive = (
+                    alive
+                    and position + 1 < 12
+                    and bool(mask[b, position])
+                    and bool(mask[b, position + 1])
+                )
                 assert bool(moved.valid_BN[b, n]) == alive
                 assert int(moved.positions_BN[b, n]) == (position if alive else 0)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import random_target
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -65,7 +64,7 @@ def edit_json(path: Path, **changes) -> None:
 def edit_tensors(path: Path, change) -> None:
     tensors = load_file(path)
     change(tensors)
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def hidden(drafter: Drafter) -> torch.Tensor:
@@ -307,10 +306,11 @@ def test_pickles_are_never_read(copied, tiny_target):
         load_export(copied, tiny_target)
 
 
-def test_drafter_of_another_target(copied, tmp_path):
-    other = FrozenTarget.load(str(random_target(tmp_path / "other", seed=7)))
+def test_drafter_of_another_target(copied, tmp_path, tiny_target_dir):
+    other = shutil.copytree(tiny_target_dir, tmp_path / "other")
+    edit_tensors(other / BODY, lambda tensors: tensors["lm_head.weight"].mul_(2))
     with pytest.raises(InputError, match="was trained for"):
-        load_export(copied, other)
+        load_export(copied, FrozenTarget.load(str(other)))
 
 
 def test_second_export_replaces_the_first(exported, tiny_drafter, tiny_target):
@@ -374,7 +374,7 @@ def checkpoint(tmp_path, tiny_target_dir) -> Path:
     content = {
         "state_dict": module.state_dict(),
         "global_step": 12,
-        "hyper_parameters": {"optimizer": {"lr": 0.125}},
+        "recipe": {"model": {"optimizer": {"lr": 0.125}, "init_from": None}, "run_dir": "x"},
         "pytorch-lightning_version": "2.6.6",
     }
     module.on_save_checkpoint(content)
@@ -391,8 +391,8 @@ def test_export_command(checkpoint, tmp_path, tiny_target, capsys):
         assert torch.equal(tensor, saved[f"drafter.{name}"])
     assert not loaded.first_rejected
     card = (tmp_path / "out/README.md").read_text()
-    assert '"lr": 0.125' in card
-    assert '"steps": 12' in card
+    assert "    lr: 0.125\nsteps: 12\n```" in card
+    assert "run_dir" not in card
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,19 @@ class Scripted:
     """A drafter whose drafts are known: right up to a given slot, wrong from there."""
 
     def __init__(self, decoder, answer, prompt_length, right):
-        self.decoder, self.answer, self.prompt_length, self.right = decoder, answer, prompt_length, right
+        self.decoder, self.answer, self.prompt_length, self.right = (
+            decoder,
+            answer,
+            prompt_length,
+            right,
+        )
 
     def __call__(self, models, state, x_RNKD):
         first = int(state.anchor_R[0]) - self.prompt_length + 1
         truth = (self.answer + [0] * 8)[first : first + 3]
-        drafts = [token if slot < self.right else (token + 1) % 256 for slot, token in enumerate(truth)]
+        drafts = [
+            token if slot < self.right else (token + 1) % 256 for slot, token in enumerate(truth)
+        ]
         return torch.tensor([drafts])
 
 
@@ -108,7 +115,11 @@ def test_commit_equals_loops():
         chosen, accepted = draw(9, 2, 4), draw(4, 2)
         wanted_tokens, wanted_length, wanted_done = [], [], []
         for r in range(2):
-            tokens, length, done = state.tokens_RT[r].tolist(), int(state.length_R[r]), bool(state.done_R[r])
+            tokens, length, done = (
+                state.tokens_RT[r].tolist(),
+                int(state.length_R[r]),
+                bool(state.done_R[r]),
+            )
             for token in [] if done else chosen[r, : int(accepted[r]) + 1].tolist():
                 tokens[length] = token
                 length += 1
@@ -132,7 +143,9 @@ def small_vocabulary(tmp_path_factory):
     """A target of five tokens that matter, and a drafter that often guesses them."""
     from conftest import random_target
 
-    target = FrozenTarget.load(str(random_target(tmp_path_factory.mktemp("small"), seed=3, scale=6.0)))
+    target = FrozenTarget.load(
+        str(random_target(tmp_path_factory.mktemp("small"), seed=3, scale=6.0))
+    )
     with torch.no_grad():
         # Logits outside the first five tokens are pushed far down by a constant hidden direction.
         original = target.head
@@ -150,7 +163,10 @@ def exact_distribution(target, prompt):
     decoder_output = target.model.model(ids).last_hidden_state
     log_probs = target.head(decoder_output).double().log_softmax(-1)
     start = len(prompt) - 1
-    total = sum(log_probs[:, start + i].gather(1, ids[:, start + i + 1 :][:, :1]).squeeze(1) for i in range(3))
+    total = sum(
+        log_probs[:, start + i].gather(1, ids[:, start + i + 1 :][:, :1]).squeeze(1)
+        for i in range(3)
+    )
     return sequences, total.exp()
 
 

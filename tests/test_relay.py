@@ -15,7 +15,9 @@ def slots_by_position(start, block_size, accepted, *, first_rejected, layout):
     row_that_predicts = {}
     for row in range(rows):
         position = start + row
-        if position > boundary or (position == boundary and (first_rejected or layout == "shifted")):
+        if position > boundary or (
+            position == boundary and (first_rejected or layout == "shifted")
+        ):
             row_that_predicts[position + 1] = row
     found = {}
     for slot in range(1, block_size):
@@ -36,8 +38,16 @@ def test_alignment_equals_brute_force(first_rejected, layout):
         start = rng.randint(0, 10_000)
         rows = block_size if layout == "anchor_first" else block_size + 1
         features = torch.arange(rows, dtype=torch.float32).unsqueeze(-1) + start
-        moved, valid = align(features, torch.tensor(accepted), block_size, first_rejected=first_rejected, layout=layout)
-        wanted = slots_by_position(start, block_size, accepted, first_rejected=first_rejected, layout=layout)
+        moved, valid = align(
+            features,
+            torch.tensor(accepted),
+            block_size,
+            first_rejected=first_rejected,
+            layout=layout,
+        )
+        wanted = slots_by_position(
+            start, block_size, accepted, first_rejected=first_rejected, layout=layout
+        )
         got = {slot: int(moved[slot, 0]) - start for slot in range(block_size) if valid[slot]}
         assert got == wanted, (block_size, accepted, start)
 
@@ -66,7 +76,12 @@ def test_nothing_accepted_fills_every_mask_slot():
 
 def test_untrained_relay_adds_exactly_zero():
     relay = Relay(8, 16)
-    out = relay(torch.randn(2, 3, 4, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.ones(2, 3, 4, dtype=torch.bool))
+    out = relay(
+        torch.randn(2, 3, 4, 8),
+        torch.randn(2, 3, 8),
+        torch.randn(2, 3, 8),
+        torch.ones(2, 3, 4, dtype=torch.bool),
+    )
     assert torch.equal(out, torch.zeros_like(out))
 
 
@@ -75,7 +90,9 @@ def test_formula(tiny_relay):
     valid = torch.tensor([False, True, True, False, True])
     out = tiny_relay(h, bonus, rejected, valid)
     for slot in range(5):
-        hidden = torch.nn.functional.silu(tiny_relay.relay_mlp[0](torch.cat([bonus, rejected, h[slot]])))
+        hidden = torch.nn.functional.silu(
+            tiny_relay.relay_mlp[0](torch.cat([bonus, rejected, h[slot]]))
+        )
         beta, gamma = tiny_relay.relay_mlp[2](hidden).split(64)
         centred = h[slot] - h[slot].mean()
         normed = centred / (centred.square().mean() + 1e-6).sqrt()

@@ -93,7 +93,7 @@ def test_a_run_is_recorded_whole(
     assert resumed.data.tags["resume.trainer.max_steps"] == "6"
     client = mlflow.MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
     steps = [point.step for point in client.get_metric_history(run.info.run_id, "val/tau")]
-    assert steps == [2, 4, 6]
+    assert steps == [1, 3, 5]  # Lightning counts the steps before the one it logs
 
     # Testing a checkpoint is a run of its own and leaves the training's recipe alone.
     tested = launch(
@@ -104,6 +104,7 @@ def test_a_run_is_recorded_whole(
     assert "test/tau" in recorded(run_dir)[1].data.metrics
 
 
+@pytest.mark.slow  # imports everything in a second process
 def test_a_crash_is_status_1_and_a_failed_run(
     recipe: Path, run_options: list[str], run_dir: Path
 ) -> None:

@@ -8,7 +8,7 @@ from dflow_lightning.blocks import Anchors
 from dflow_lightning.decode import RoundTimer
 from dflow_lightning.decode.rounds import Models, round_step, slot_embeddings
 from dflow_lightning.draft import embed_blocks
-from dflow_lightning.rollout import Round, StepInputs, clean_forward, verify_blocks
+from dflow_lightning.rollout import Round, StepInputs, clean_forward
 
 
 def packed_logits(module, inputs: StepInputs):
@@ -18,7 +18,9 @@ def packed_logits(module, inputs: StepInputs):
     x = torch.cat([module._round_inputs(inputs.batch, r) for r in inputs.rounds], dim=1)
     anchors = torch.cat([r.anchors.positions_BN for r in inputs.rounds], dim=1)
     hidden = drafter(x, context, anchors)
-    return module.target.head(hidden).split([r.anchors.positions_BN.shape[1] for r in inputs.rounds], dim=1)
+    return module.target.head(hidden).split(
+        [r.anchors.positions_BN.shape[1] for r in inputs.rounds], dim=1
+    )
 
 
 @torch.no_grad()
@@ -39,7 +41,9 @@ def test_packed_training_forward_equals_cached_decoding(half_trained):
             if not current.valid_BN.item():
                 break  # everything was accepted: the rollout ends here, decoding goes on without relay
             assert current.positions_BN.item() == state.anchor_R.item()
-            hidden = module.drafter(slot_embeddings(models, state), state.context, state.anchor_R.unsqueeze(1))
+            hidden = module.drafter(
+                slot_embeddings(models, state), state.context, state.anchor_R.unsqueeze(1)
+            )
             difference = (module.target.head(hidden) - logits).abs().max()
             assert difference <= 1e-4, (prompt_length, number, difference)
             compared += number > 0
@@ -48,20 +52,22 @@ def test_packed_training_forward_equals_cached_decoding(half_trained):
 
 
 @torch.no_grad()
-def test_verify_rows_equal_the_clean_forward_at_the_anchor_and_the_real_branch_after_it(half_trained):
+def test_verify_rows_equal_the_clean_forward_at_the_anchor_and_the_real_branch_after_it(
+    half_trained,
+):
     module, batch = half_trained
     taps_ids = module.drafter.dims.target_layer_ids
     inputs = clean_forward(module.target, batch, taps_ids, 3 * 4)
     anchors = torch.tensor([[6, 20, 41]])
     drafts = torch.randint(0, 256, (1, 3, 3))
     ids = torch.cat([batch.input_ids_BS[:, anchors[0]].unsqueeze(-1), drafts], dim=-1)
-    output = verify_blocks(module.target, inputs.cache, 64, ids, anchors, taps_ids)
-    torch.testing.assert_close(output.taps_BQC[:, :, 0], inputs.taps_BSC[:, anchors[0]], atol=1e-4, rtol=1e-4)
+    taps, _ = rollout_of(module).verify(inputs, ids, anchors)
+    torch.testing.assert_close(taps[:, :, 0], inputs.taps_BSC[:, anchors[0]], atol=1e-4, rtol=1e-4)
     for n, anchor in enumerate(anchors[0].tolist()):
         branch = torch.cat([batch.input_ids_BS[0, :anchor], ids[0, n]]).unsqueeze(0)
         states = module.target.model(branch, output_hidden_states=True).hidden_states
         wanted = torch.cat([states[layer + 1] for layer in taps_ids], dim=-1)[0, anchor:]
-        torch.testing.assert_close(output.taps_BQC[0, n], wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(taps[0, n], wanted, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -93,7 +99,9 @@ def test_nothing_at_or_after_the_anchor_reaches_a_block(half_trained, backend):
     anchors = torch.tensor([[6, 20, 41, 63]])
 
     def logits(ids):
-        features = clean_forward(module.target, batch._replace(input_ids_BS=ids), drafter.dims.target_layer_ids, 0)
+        features = clean_forward(
+            module.target, batch._replace(input_ids_BS=ids), drafter.dims.target_layer_ids, 0
+        )
         context = drafter.context_kv(drafter.project(features.taps_BSC), features.positions_BS)
         x = embed_blocks(module.target, drafter, None, batch.input_ids_BS.gather(1, anchors), None)
         return module.target.head(drafter(x, context, anchors, backend))

@@ -10,7 +10,9 @@ from dflow_lightning.relay import RelayConfig
 from dflow_lightning.rollout import Rollout
 
 
-def make_module(target_dir, *, relay=True, num_anchors=6, block_size=4, first_rejected=True) -> DrafterModule:
+def make_module(
+    target_dir, *, relay=True, num_anchors=6, block_size=4, first_rejected=True
+) -> DrafterModule:
     torch.manual_seed(1)
     return DrafterModule(
         target=TargetConfig(path=str(target_dir)),
@@ -22,7 +24,11 @@ def make_module(target_dir, *, relay=True, num_anchors=6, block_size=4, first_re
 
 def one_text(module: DrafterModule, prompt: list[int], length: int) -> Batch:
     """The target's greedy continuation of a prompt, as a batch of one supervised row."""
-    answer = module.decoder().generate_plain([prompt], max_new_tokens=length, stop_token_ids=())[0].token_ids
+    answer = (
+        module.decoder()
+        .generate_plain([prompt], max_new_tokens=length, stop_token_ids=())[0]
+        .token_ids
+    )
     ids = torch.tensor([prompt + answer])
     mask = torch.zeros_like(ids, dtype=torch.bool)
     mask[:, len(prompt) :] = True
@@ -31,17 +37,26 @@ def one_text(module: DrafterModule, prompt: list[int], length: int) -> Batch:
 
 def rollout_of(module: DrafterModule, mode="online") -> Rollout:
     return Rollout(
-        module.target, module.drafter, module.relay, module.relay_config.first_rejected, mode, "data"
+        module.target,
+        module.drafter,
+        module.relay,
+        module.relay_config.first_rejected,
+        mode,
+        "data",
     )
 
 
-def train(module: DrafterModule, batch: Batch, steps: int, *, rounds: int = 2, lr: float = 3e-3) -> list[float]:
+def train(
+    module: DrafterModule, batch: Batch, steps: int, *, rounds: int = 2, lr: float = 3e-3
+) -> list[float]:
     """Optimise on one batch with online rollouts; anchors are drawn anew each step."""
     optimizer = AdamW(module.parameters(), lr=lr)
     losses = []
     for step in range(steps):
         module.seed = step
-        inputs = module.begin_step(batch, extra_slots=module.num_anchors * module.drafter.dims.block_size)
+        inputs = module.begin_step(
+            batch, extra_slots=module.num_anchors * module.drafter.dims.block_size
+        )
         if rounds:
             rollout_of(module).extend(inputs, rounds, module.num_anchors)
         loss, _ = module.objective(inputs)

@@ -159,6 +159,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2_400)
+    parser.add_argument("--steps", type=int, default=1_800)
     parser.add_argument("--seed", type=int, default=1)
     main(**vars(parser.parse_args()))

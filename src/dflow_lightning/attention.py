@@ -39,7 +39,11 @@ def block_attention(
     """
     if backend == "auto":
         # One block has no neighbours to waste work on; elsewhere the split needs the CPU kernel.
-        backend = "split" if q.device.type == "cpu" and q.shape[2] > 1 and q.dtype != torch.float64 else "dense"
+        backend = (
+            "split"
+            if q.device.type == "cpu" and q.shape[2] > 1 and q.dtype != torch.float64
+            else "dense"
+        )
     attend = _split if backend == "split" else _dense
     return attend(q, k_block, v_block, k_context, v_context, anchors_BN)
 
@@ -77,7 +81,9 @@ class _SplitAttention(torch.autograd.Function):
     def forward(ctx: Any, q, k_block, v_block, k_context, v_context, anchors_BN):
         B, H, N, K, E = q.shape
         visible_BNL = context_visible(anchors_BN, k_context.shape[2])
-        mask = torch.zeros(visible_BNL.shape, dtype=q.dtype).masked_fill_(~visible_BNL, float("-inf"))
+        mask = torch.zeros(visible_BNL.shape, dtype=q.dtype).masked_fill_(
+            ~visible_BNL, float("-inf")
+        )
         mask = mask.repeat_interleave(K, dim=1).unsqueeze(1)
         # A block without context would be a row without keys: let it see all, then weigh it zero.
         empty_BN = ~visible_BNL.any(-1)
@@ -110,6 +116,8 @@ class _SplitAttention(torch.autograd.Function):
             return blocks.reshape(B * N, H, K, *rows.shape[3:])
 
         keys, values = (t.transpose(1, 2).reshape(B * N, H, K, E) for t in (k_block, v_block))
-        parts = _flash_backward(own(grad_rows), own(q_rows), keys, values, own(out), own(lse), 0.0, False)
+        parts = _flash_backward(
+            own(grad_rows), own(q_rows), keys, values, own(out), own(lse), 0.0, False
+        )
         dq_b, dk_b, dv_b = (t.view(B, N, H, K, E).transpose(1, 2) for t in parts)
         return dq_c.view_as(q) + dq_b, dk_b, dv_b, dk_c, dv_c, None

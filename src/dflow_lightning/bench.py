@@ -25,7 +25,7 @@ from dflow_lightning.measure import (
     RelayChoice,
     Row,
     bench,
-    relay_modes,
+    num_steps,
 )
 from dflow_lightning.target import FrozenTarget
 
@@ -102,17 +102,18 @@ def bench_shown(
     settings: BenchSettings,
     quiet: bool,
 ) -> list[Row]:
-    """`bench` with a bar on a terminal, and a line per family and drafter in a log."""
+    """`bench` with a bar on a terminal, and a line per family in a log."""
     errors = Console(stderr=True)
-    families = len({prompt.family for prompt in prompts})
-    arms = 1 + sum(len(relay_modes(one, settings.relay)) for one in decoders.values())
+    shown = ""
     with Progress(console=errors, disable=quiet or not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=families * arms * len(settings.temperatures))
+        task = bar.add_task("", total=num_steps(prompts, settings))
 
         def progress(description: str) -> None:
+            nonlocal shown
             bar.update(task, description=description, advance=1)
-            if bar.disable and not quiet:
-                print(description, file=sys.stderr, flush=True)
+            if bar.disable and not quiet and description != shown:
+                print(f"decoding {description}", file=sys.stderr, flush=True)
+            shown = description
 
         return bench(decoders, prompts, settings, progress=progress)
 

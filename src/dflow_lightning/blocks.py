@@ -86,7 +86,9 @@ def slot_labels(
     return labels_BNK[..., 1:], supervised_BNK[..., 1:]
 
 
-def next_anchors(anchors: Anchors, num_accepted_BN: Tensor, loss_mask_BS: Tensor, block_size: int) -> Anchors:
+def next_anchors(
+    anchors: Anchors, num_accepted_BN: Tensor, loss_mask_BS: Tensor, block_size: int
+) -> Anchors:
     """Anchors of the next rollout round: `A' = A + a + 1`, the position of the bonus token.
 
     A block ends its rollout (becomes invalid) when every draft was accepted, since nothing is left
@@ -100,7 +102,10 @@ def next_anchors(anchors: Anchors, num_accepted_BN: Tensor, loss_mask_BS: Tensor
 
 
 def slot_inputs(
-    anchor_embeds_BND: Tensor, mask_embed_D: Tensor, block_size: int, relay_BNKD: Tensor | None = None
+    anchor_embeds_BND: Tensor,
+    mask_embed_D: Tensor,
+    block_size: int,
+    relay_BNKD: Tensor | None = None,
 ) -> Tensor:
     """Input embeddings of a block, `[B, N, K, D]`: the anchor's token, then mask (+ relay) slots."""
     masks = mask_embed_D.expand(*anchor_embeds_BND.shape[:-1], block_size - 1, -1)

@@ -217,6 +217,7 @@ def run(args: Sequence[str]) -> int:
     try:
         TrainCLI(args)
     except SIGTERMException:
+        print("terminated", file=sys.stderr)
         return 128 + signal.SIGTERM
     except SystemExit as stop:
         if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit 1

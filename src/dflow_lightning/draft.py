@@ -14,22 +14,36 @@ from dflow_lightning.target import FrozenTarget
 
 
 def embed_blocks(
-    target: FrozenTarget, drafter: Drafter, relay: Relay | None, anchor_ids_BN: Tensor, rows: RelayInput | None
+    target: FrozenTarget,
+    drafter: Drafter,
+    relay: Relay | None,
+    anchor_ids_BN: Tensor,
+    rows: RelayInput | None,
 ) -> Tensor:
     """Slot inputs, `[B, N, K, D]`: the anchor's embedding, then masks corrected by the relay."""
     dtype = drafter.fc.weight.dtype
     correction = None
     if relay is not None and rows is not None:
-        bonus, rejected = target.embed(rows.bonus_BN).to(dtype), target.embed(rows.rejected_BN).to(dtype)
+        bonus, rejected = (
+            target.embed(rows.bonus_BN).to(dtype),
+            target.embed(rows.rejected_BN).to(dtype),
+        )
         correction = relay(rows.h_BNKD, bonus, rejected, rows.valid_BNK)
     mask_id = anchor_ids_BN.new_tensor(drafter.dims.mask_token_id)
     return slot_inputs(
-        target.embed(anchor_ids_BN).to(dtype), target.embed(mask_id).to(dtype), drafter.dims.block_size, correction
+        target.embed(anchor_ids_BN).to(dtype),
+        target.embed(mask_id).to(dtype),
+        drafter.dims.block_size,
+        correction,
     )
 
 
 def draft_tokens(
-    target: FrozenTarget, drafter: Drafter, x_BNKD: Tensor, context: list[ContextKV], anchors_BN: Tensor
+    target: FrozenTarget,
+    drafter: Drafter,
+    x_BNKD: Tensor,
+    context: list[ContextKV],
+    anchors_BN: Tensor,
 ) -> Tensor:
     """Greedy drafts of slots 1..K-1, `[B, N, K-1]`, from one drafter forward."""
     hidden_BNKD = drafter(x_BNKD, context, anchors_BN)

@@ -85,7 +85,7 @@ def read_recipe(checkpoint: Path) -> dict[str, Any]:
         raise InputError(f"checkpoint: {checkpoint} cannot be read ({reason})") from error
     if not isinstance(content, dict) or "state_dict" not in content:
         raise InputError(f"checkpoint: {checkpoint} is not of a run; give the .ckpt file of one")
-    return dict(content.get("hyper_parameters") or {}) | {"steps": content.get("global_step")}
+    return dict(content.get("recipe") or {}) | {"steps": content.get("global_step")}
 
 
 def export_drafter(

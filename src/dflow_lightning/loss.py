@@ -72,7 +72,9 @@ def token_losses(
     return torch.cat(losses).view_as(labels_BNK), torch.cat(predictions).view_as(labels_BNK)
 
 
-def _chunk(hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _chunk(
+    hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     logits = head(hidden).float().flatten(0, 1)
     loss = cross_entropy(logits, labels.flatten(), reduction="none")
     return loss.view_as(labels), logits.detach().argmax(-1).view_as(labels)

@@ -115,22 +115,26 @@ def bench(
 
     Args:
         decoders: by the name their rows get; all of them share one target.
-        progress: told before each family what is decoded.
+        progress: told what comes next, `num_steps` times.
     """
     first = next(iter(decoders.values()))
     check = EqualityCheck(first.target)
     rows = []
     for temperature in settings.temperatures:
-        decode = _Decode(prompts, settings, temperature, progress)
-        plain = decode("plain", first.generate_plain)
-        for name, decoder in decoders.items():
-            for relay in relay_modes(decoder, settings.relay):
-                arm = Arm(name, decoder, relay, temperature, settings.seed)
-                ours = decode(arm.title, partial(decoder.generate, relay=relay == "on"), timed=True)
-                rows += [
-                    measure(arm, family, ours[family], plain[family], check) for family in ours
-                ]
+        arms = [
+            Arm(name, decoder, relay, temperature, settings.seed)
+            for name, decoder in decoders.items()
+            for relay in relay_modes(decoder, settings.relay)
+        ]
+        plain, *measured = decode_all(first, arms, prompts, temperature, settings, progress)
+        for arm, ours in zip(arms, measured, strict=True):
+            rows += [measure(arm, family, ours[family], plain[family], check) for family in ours]
     return rows
+
+
+def num_steps(prompts: Sequence[Prompt], settings: BenchSettings) -> int:
+    """How often `bench` calls `progress`."""
+    return len(settings.temperatures) * len(chunks(prompts, settings.batch_size))
 
 
 def relay_modes(decoder: SpeculativeDecoder, choice: RelayChoice) -> list[str]:
@@ -150,48 +154,71 @@ class Arm:
     temperature: float
     seed: int
 
-    @property
-    def title(self) -> str:
-        return f"{self.name}, relay {self.relay}"
+
+def decode_all(
+    first: SpeculativeDecoder,
+    arms: Sequence[Arm],
+    prompts: Sequence[Prompt],
+    temperature: float,
+    settings: BenchSettings,
+    progress: Callable[[str], None],
+) -> list[dict[str, Decoded]]:
+    """What plain decoding and every arm make of the prompts, by family.
+
+    They take turns after every chunk of prompts, so that a machine that slows down for a while
+    slows all of them and the ratios stay.
+    """
+    runs = [_Run(first.generate_plain, temperature, settings, timed=False)]
+    for arm in arms:
+        generate = partial(arm.decoder.generate, relay=arm.relay == "on")
+        runs.append(_Run(generate, temperature, settings, timed=True))
+    for run in runs:
+        run(prompts[: settings.batch_size], min(settings.max_new_tokens, WARM_UP_TOKENS))
+    decoded: list[dict[str, list[Decoded]]] = [{} for _ in runs]
+    for family, chunk in chunks(prompts, settings.batch_size):
+        progress(f"T={temperature:g} {family}")
+        for run, families in zip(runs, decoded, strict=True):
+            families.setdefault(family, []).append(run(chunk, settings.max_new_tokens))
+    pooled = [{family: pool(parts) for family, parts in one.items()} for one in decoded]
+    return [one | {POOLED: pool(one.values())} for one in pooled]
+
+
+def chunks(prompts: Sequence[Prompt], size: int) -> list[tuple[str, list[Prompt]]]:
+    """Prompts of one family that are decoded together."""
+    families: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        families.setdefault(prompt.family, []).append(prompt)
+    return [
+        (family, members[start : start + size])
+        for family, members in families.items()
+        for start in range(0, len(members), size)
+    ]
 
 
 @dataclass(frozen=True)
-class _Decode:
-    """Decodes all families under the same settings, and pools them."""
+class _Run:
+    """One way to decode under the settings of a bench; only speculative rounds are timed."""
 
-    prompts: Sequence[Prompt]
-    settings: BenchSettings
+    generate: Callable[..., list[Completion]]
     temperature: float
-    progress: Callable[[str], None]
+    settings: BenchSettings
+    timed: bool
 
-    def __call__(
-        self, name: str, generate: Callable[..., list[Completion]], *, timed: bool = False
-    ) -> dict[str, Decoded]:
-        limit = self.settings.max_new_tokens
-        warm_up = self.prompts[: self.settings.batch_size]
-        self._run(generate, warm_up, min(limit, WARM_UP_TOKENS), timed)
-        families = {}
-        for family in dict.fromkeys(prompt.family for prompt in self.prompts):
-            self.progress(f"T={self.temperature:g} {name}: {family}")
-            members = [prompt for prompt in self.prompts if prompt.family == family]
-            families[family] = self._run(generate, members, limit, timed)
-        return families | {POOLED: pool(families.values())}
-
-    def _run(self, generate: Callable, prompts: Sequence[Prompt], limit: int, timed: bool):
+    def __call__(self, prompts: Sequence[Prompt], limit: int) -> Decoded:
         timer = RoundTimer()
-        completions = generate(
+        completions = self.generate(
             [prompt.token_ids for prompt in prompts],
             max_new_tokens=limit,
             temperature=self.temperature,
             seeds=[prompt_seed(self.settings.seed, prompt.id) for prompt in prompts],
             batch_size=self.settings.batch_size,
-            **({"timer": timer} if timed else {}),
+            **({"timer": timer} if self.timed else {}),
         )
         return Decoded(list(prompts), completions, timer)
 
 
 def pool(parts: Iterable[Decoded]) -> Decoded:
-    """All families as one."""
+    """Several as one."""
     pooled = Decoded([], [], RoundTimer())
     for part in parts:
         pooled.prompts.extend(part.prompts)

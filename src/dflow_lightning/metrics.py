@@ -31,7 +31,9 @@ class AcceptanceSummary:
     rounds: int
 
 
-def acceptance_summary(accepted: Sequence[Sequence[int]], num_draft_tokens: int) -> AcceptanceSummary:
+def acceptance_summary(
+    accepted: Sequence[Sequence[int]], num_draft_tokens: int
+) -> AcceptanceSummary:
     """Summarise the accepted drafts per round of each request; no rounds at all give tau 1."""
     histogram = [0] * (num_draft_tokens + 1)
     for request in accepted:
@@ -39,7 +41,9 @@ def acceptance_summary(accepted: Sequence[Sequence[int]], num_draft_tokens: int)
             histogram[count] += 1
     rounds = sum(histogram)
     total = sum(count * times for count, times in enumerate(histogram))
-    reached = [sum(histogram[j:]) / rounds if rounds else 0.0 for j in range(1, num_draft_tokens + 1)]
+    reached = [
+        sum(histogram[j:]) / rounds if rounds else 0.0 for j in range(1, num_draft_tokens + 1)
+    ]
     means = [sum(request) / len(request) for request in accepted if request]
     drafts = total / rounds if rounds else 0.0
     per_request = sum(means) / len(means) if means else 0.0

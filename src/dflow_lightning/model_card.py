@@ -1,7 +1,12 @@
 """README.md of an exported drafter: what it is, what it was made with, how to serve it."""
 
-import json
 from typing import Any
+
+import yaml
+
+# What made the weights; the rest of a recipe says where a run kept its files and what it logged.
+SECTIONS = ("seed_everything", "model", "rollout", "data", "steps")
+TRAINER = ("precision", "accumulate_grad_batches", "gradient_clip_val", "devices", "num_nodes")
 
 CARD = """# {kind} drafter for {target}
 
@@ -48,9 +53,8 @@ licence of `{target}` applies to how both may be used.
 
 RECIPE = """## Recipe
 
-```json
-{recipe}
-```
+```yaml
+{recipe}```
 
 """
 
@@ -82,5 +86,18 @@ def model_card(config: dict[str, Any], recipe: dict[str, Any]) -> str:
         dtype=config["dtype"],
         relay=described,
         relay_note=RELAY_NOTE if relay else "",
-        recipe=RECIPE.format(recipe=json.dumps(recipe, indent=2)) if recipe else "",
+        recipe=RECIPE.format(recipe=told(recipe)) if recipe else "",
     )
+
+
+def told(recipe: dict[str, Any]) -> str:
+    """The settings that the weights depend on, as YAML; what was left open is left out."""
+    trainer = recipe.get("trainer") or {}
+    shown = {key: recipe[key] for key in SECTIONS if key in recipe}
+    shown["trainer"] = {key: trainer[key] for key in TRAINER if key in trainer}
+    return yaml.safe_dump(_given(shown), sort_keys=False)
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    pruned = {k: _given(v) if isinstance(v, dict) else v for k, v in settings.items()}
+    return {key: value for key, value in pruned.items() if value is not None and value != {}}

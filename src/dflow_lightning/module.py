@@ -20,7 +20,7 @@ from dflow_lightning.blocks import draw_anchors, slot_labels
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.draft import embed_blocks
-from dflow_lightning.drafter import Drafter, DrafterConfig, DrafterDims
+from dflow_lightning.drafter import Drafter, DrafterConfig, DrafterDims, start_from_target
 from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.errors import InputError
 from dflow_lightning.loss import LossConfig, slot_weights, token_losses
@@ -70,7 +70,9 @@ class OptimizerConfig:
         if step < warmup:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, total - warmup))
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (
+            1 + math.cos(math.pi * progress)
+        )
 
 
 class DrafterModule(LightningModule):
@@ -86,6 +88,7 @@ class DrafterModule(LightningModule):
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
         num_anchors: int = 512,
         seed: int = 0,
+        init: Literal["target", "random"] = "target",
         init_from: str | None = None,
     ) -> None:
         """
@@ -97,6 +100,7 @@ class DrafterModule(LightningModule):
             optimizer: optimizer and learning-rate schedule.
             num_anchors: mask-round blocks per sequence.
             seed: seeds the anchors, together with step and sample id.
+            init: start the drafter from copies of target layers, or from random weights.
             init_from: start from an exported drafter or a published DFlash folder.
         """
         super().__init__()
@@ -111,6 +115,8 @@ class DrafterModule(LightningModule):
         )
         dims = DrafterDims.resolve(drafter, self.target)
         self.drafter = Drafter(dims)
+        if init == "target":
+            start_from_target(self.drafter, self.target)
         self.relay: Relay | None = None
         if relay.enabled:
             width = relay.hidden_size or 2 * dims.hidden_size
@@ -164,7 +170,9 @@ class DrafterModule(LightningModule):
         x_BNKD = torch.cat([self._round_inputs(batch, r) for r in inputs.rounds], dim=1)
         hidden_BNKD = drafter(x_BNKD, context, anchors_BN)
 
-        targets = [slot_labels(batch.input_ids_BS, batch.loss_mask_BS, r.anchors, K) for r in inputs.rounds]
+        targets = [
+            slot_labels(batch.input_ids_BS, batch.loss_mask_BS, r.anchors, K) for r in inputs.rounds
+        ]
         labels_BNK = torch.cat([labels for labels, _ in targets], dim=1)
         supervised_BNK = torch.cat([supervised for _, supervised in targets], dim=1)
         losses_BNK, predicted_BNK = token_losses(
@@ -177,7 +185,10 @@ class DrafterModule(LightningModule):
         sizes = [r.anchors.positions_BN.shape[1] for r in inputs.rounds]
         columns = ((losses_BNK * weights_BNK).sum(-1), weights_BNK.sum(-1), accepted_BN, valid_BN)
         sums_R4 = torch.stack(
-            [torch.stack([part.sum() for part in parts]) for parts in zip(*(c.split(sizes, 1) for c in columns), strict=True)]
+            [
+                torch.stack([part.sum() for part in parts])
+                for parts in zip(*(c.split(sizes, 1) for c in columns), strict=True)
+            ]
         )
         totals_R4 = self._all_reduce(sums_R4.detach())
         round_weights = self.check_round_weights(len(sizes) - 1)
@@ -217,12 +228,16 @@ class DrafterModule(LightningModule):
 
     def _log_held_out(self, prefix: str, batch: Batch) -> None:
         inputs = clean_forward(self.target, batch, self.drafter.dims.target_layer_ids, 0)
-        anchors = draw_anchors(batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors, seed=self.seed, step=0)
+        anchors = draw_anchors(
+            batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors, seed=self.seed, step=0
+        )
         inputs.rounds.append(Round(anchors))
         loss, sums_R4 = self.objective(inputs)
         self._log_rounds(prefix, loss, sums_R4, batch, on_step=False)
 
-    def _log_rounds(self, prefix: str, loss: Tensor, sums_R4: Tensor, batch: Batch, *, on_step: bool) -> None:
+    def _log_rounds(
+        self, prefix: str, loss: Tensor, sums_R4: Tensor, batch: Batch, *, on_step: bool
+    ) -> None:
         world = self.trainer.world_size
         values = {"loss": loss.detach() / world, "blocks": sums_R4[:, 3].sum()}
         for index, (_, _, accepted, blocks) in enumerate(sums_R4):
@@ -240,7 +255,9 @@ class DrafterModule(LightningModule):
             self.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
         total = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: config.factor(step, total)
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def setup(self, stage: str) -> None:
@@ -267,7 +284,10 @@ class DrafterModule(LightningModule):
                         f"{section}.{name} is {value} but the checkpoint has {saved[section][name]}; "
                         "resume with the recipe the run was started with"
                     )
-        if saved.get("target_fingerprint", here["target_fingerprint"]) != here["target_fingerprint"]:
+        if (
+            saved.get("target_fingerprint", here["target_fingerprint"])
+            != here["target_fingerprint"]
+        ):
             raise InputError(
                 f"model.target.path {self.target.name} is not the target of the checkpoint ({saved['target']}, "
                 f"fingerprint {saved['target_fingerprint'][:12]} against {here['target_fingerprint'][:12]}); "
@@ -280,11 +300,15 @@ class DrafterModule(LightningModule):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         saved = checkpoint.get(CHECKPOINT_KEY)
         if saved is None:
-            raise InputError(f"checkpoint: {path} was not written by dflow-train; give a .ckpt file of a run")
+            raise InputError(
+                f"checkpoint: {path} was not written by dflow-train; give a .ckpt file of a run"
+            )
         config = TargetConfig(**saved["target_config"] | ({"path": target} if target else {}))
         dims = saved["drafter"]
         shape = {name: dims[name] for name in DrafterConfig.__dataclass_fields__}
-        module = cls(target=config, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"]))
+        module = cls(
+            target=config, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"])
+        )
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])
         return module.eval()
@@ -292,7 +316,13 @@ class DrafterModule(LightningModule):
     def _warm_start(self, folder: Path) -> None:
         loaded = load_export(folder, self.target)
         ours, theirs = self.drafter.dims, loaded.drafter.dims
-        for name in ("block_size", "num_layers", "target_layer_ids", "mask_token_id", "intermediate_size"):
+        for name in (
+            "block_size",
+            "num_layers",
+            "target_layer_ids",
+            "mask_token_id",
+            "intermediate_size",
+        ):
             if getattr(ours, name) != getattr(theirs, name):
                 raise InputError(
                     f"drafter.{name} is {getattr(ours, name)} but model.init_from {folder} has {getattr(theirs, name)}; "

@@ -34,7 +34,11 @@ class RelayConfig:
 
 
 def relay_rows(
-    num_accepted: Tensor, block_size: int, *, first_rejected: bool = True, layout: Layout = "anchor_first"
+    num_accepted: Tensor,
+    block_size: int,
+    *,
+    first_rejected: bool = True,
+    layout: Layout = "anchor_first",
 ) -> tuple[Tensor, Tensor]:
     """Which verify row each slot of the next block reads, and whether it may: both `[..., K]`.
 
@@ -101,7 +105,9 @@ class Relay(nn.Module):
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
 
-    def forward(self, h: Tensor, bonus_embed: Tensor, rejected_embed: Tensor, valid: Tensor) -> Tensor:
+    def forward(
+        self, h: Tensor, bonus_embed: Tensor, rejected_embed: Tensor, valid: Tensor
+    ) -> Tensor:
         """Correction per slot, `[..., K, D]`; exactly zero where `valid` (`[..., K]`) is false.
 
         Args:

@@ -21,7 +21,7 @@ from dflow_lightning.draft import draft_tokens, embed_blocks
 from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.relay import Relay, RelayInput, align
-from dflow_lightning.target import FrozenTarget, SlotCache, TargetOutput
+from dflow_lightning.target import FrozenTarget, SlotCache
 
 if TYPE_CHECKING:
     from dflow_lightning.module import DrafterModule
@@ -69,7 +69,9 @@ class StepInputs:
 
 
 @torch.no_grad()
-def clean_forward(target: FrozenTarget, batch: Batch, target_layer_ids: list[int], extra_slots: int) -> StepInputs:
+def clean_forward(
+    target: FrozenTarget, batch: Batch, target_layer_ids: list[int], extra_slots: int
+) -> StepInputs:
     """Features of the data's own tokens; the cache keeps room for `extra_slots` block tokens."""
     ids_BS = batch.input_ids_BS
     B, S = ids_BS.shape
@@ -77,35 +79,44 @@ def clean_forward(target: FrozenTarget, batch: Batch, target_layer_ids: list[int
     cache = target.new_cache(S + extra_slots)
     slots_L = torch.arange(S + extra_slots, device=ids_BS.device)
     visible_BQL = (slots_L <= positions_S.unsqueeze(1)).expand(B, S, -1)
-    output = target.forward(
-        ids_BS, positions_S.expand(B, S), cache, positions_S.expand(B, S), visible_BQL, target_layer_ids
+    taps_BSC = target.features(
+        ids_BS,
+        positions_S.expand(B, S),
+        cache,
+        positions_S.expand(B, S),
+        visible_BQL,
+        target_layer_ids,
     )
-    return StepInputs(batch, output.taps_BQC, cache)
+    return StepInputs(batch, taps_BSC, cache)
 
 
-@torch.no_grad()
-def verify_blocks(
-    target: FrozenTarget, cache: SlotCache, clean_length: int, ids_BNK: Tensor, anchors_BN: Tensor,
-    target_layer_ids: list[int],
-) -> TargetOutput:  # fmt: skip
-    """One target forward over all blocks: each sees the clean sequence before its anchor and itself.
+@dataclass(frozen=True)
+class BlockLayout:
+    """How the blocks of a rollout stand in the target: positions, cache slots and visibility.
 
-    Row 0 repeats the anchor, so its result equals the clean forward's; rows 1..K-1 stand on the
-    drafted branch. Returned tensors are `[B, N, K, ...]`.
+    All blocks go through in one forward, each behind the clean sequence in the cache. A block sees
+    the clean sequence before its anchor and itself up to each token, so row 0 repeats the clean
+    forward at the anchor and rows 1..K-1 stand on the drafted branch.
     """
-    B, N, K = ids_BNK.shape
-    slots_L = torch.arange(cache.capacity, device=ids_BNK.device)
-    own_NK = torch.arange(N * K, device=ids_BNK.device).view(N, K)
-    first = clean_length + own_NK[:, :1]
-    last = clean_length + own_NK
-    own_NKL = (slots_L >= first.unsqueeze(-1)) & (slots_L <= last.unsqueeze(-1))
-    context_BNL = slots_L < anchors_BN.unsqueeze(-1)
-    visible_BQL = (context_BNL.unsqueeze(2) | own_NKL).flatten(1, 2)
-    output = target.forward(
-        ids_BNK.flatten(1), slot_positions(anchors_BN, K).flatten(1), cache,
-        last.flatten().expand(B, -1), visible_BQL, target_layer_ids,
-    )  # fmt: skip
-    return TargetOutput(output.hidden_BQD.unflatten(1, (N, K)), output.taps_BQC.unflatten(1, (N, K)))
+
+    positions_BQ: Tensor
+    slots_BQ: Tensor
+    visible_BQL: Tensor
+
+    @classmethod
+    def behind(
+        cls, clean_length: int, capacity: int, anchors_BN: Tensor, block_size: int
+    ) -> "BlockLayout":
+        B, N = anchors_BN.shape
+        slots_L = torch.arange(capacity, device=anchors_BN.device)
+        own_NK = clean_length + torch.arange(N * block_size, device=anchors_BN.device).view(N, -1)
+        own_NKL = (slots_L >= own_NK[:, :1, None]) & (slots_L <= own_NK.unsqueeze(-1))
+        context_BNL = slots_L < anchors_BN.unsqueeze(-1)
+        return cls(
+            slot_positions(anchors_BN, block_size).flatten(1),
+            own_NK.flatten().expand(B, -1),
+            (context_BNL.unsqueeze(2) | own_NKL).flatten(1, 2),
+        )
 
 
 @dataclass(frozen=True)
@@ -139,27 +150,48 @@ class Rollout:
         drafts_BNK = draft_tokens(self.target, self.drafter, x_BNKD, context, anchors.positions_BN)
         labels_BNK, supervised_BNK = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
 
-        verified = None
-        if self.reference == "target" or (self.relay is not None and self.mode in ("online", "teacher_forced")):
-            ids_BNK = torch.cat([anchor_ids_BN.unsqueeze(-1), drafts_BNK], dim=-1)
-            verified = verify_blocks(
-                self.target, inputs.cache, batch.input_ids_BS.shape[1], ids_BNK, anchors.positions_BN,
-                dims.target_layer_ids,
-            )  # fmt: skip
         chosen_BNK = labels_BNK.masked_fill(~supervised_BNK, -1)
-        if self.reference == "target" and verified is not None:
-            chosen_BNK = self.target.head(verified.hidden_BQD[..., :-1, :]).argmax(-1)
+        taps_BNKC = None
+        if self.reference == "target" or (
+            self.relay is not None and self.mode in ("online", "teacher_forced")
+        ):
+            ids_BNK = torch.cat([anchor_ids_BN.unsqueeze(-1), drafts_BNK], dim=-1)
+            taps_BNKC, argmax_BNK = self.verify(inputs, ids_BNK, anchors.positions_BN)
+            chosen_BNK = chosen_BNK if argmax_BNK is None else argmax_BNK[..., :-1]
         num_accepted_BN = accept(drafts_BNK, chosen_BNK)
         following = next_anchors(anchors, num_accepted_BN, batch.loss_mask_BS, K)
         if self.relay is None or self.mode == "off":
             return Round(following)
 
-        taps_BNKC = verified.taps_BQC if verified else self._clean_rows(inputs.taps_BSC, anchors.positions_BN, K)
-        aligned_BNKC, valid_BNK = align(taps_BNKC, num_accepted_BN, K, first_rejected=self.first_rejected)
-        rejected_BN = drafts_BNK.gather(-1, num_accepted_BN.clamp(max=K - 2).unsqueeze(-1)).squeeze(-1)
+        if taps_BNKC is None:
+            taps_BNKC = self._clean_rows(inputs.taps_BSC, anchors.positions_BN, K)
+        aligned_BNKC, valid_BNK = align(
+            taps_BNKC, num_accepted_BN, K, first_rejected=self.first_rejected
+        )
+        rejected_BN = drafts_BNK.gather(-1, num_accepted_BN.clamp(max=K - 2).unsqueeze(-1)).squeeze(
+            -1
+        )
         bonus_BN = batch.input_ids_BS.gather(1, following.positions_BN)
         valid_BNK = valid_BNK & following.valid_BN.unsqueeze(-1)
         return Round(following, RelayRows(aligned_BNKC, valid_BNK, bonus_BN, rejected_BN))
+
+    @torch.no_grad()
+    def verify(
+        self, inputs: StepInputs, ids_BNK: Tensor, anchors_BN: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """One target forward over all drafted blocks: taps, and its argmax if that is the reference."""
+        K, layer_ids = ids_BNK.shape[-1], self.drafter.dims.target_layer_ids
+        length = inputs.batch.input_ids_BS.shape[1]
+        layout = BlockLayout.behind(length, inputs.cache.capacity, anchors_BN, K)
+        arguments = (
+            ids_BNK.flatten(1), layout.positions_BQ, inputs.cache, layout.slots_BQ, layout.visible_BQL, layer_ids
+        )  # fmt: skip
+        shape = ids_BNK.shape[1:]
+        if self.reference == "data":
+            return self.target.features(*arguments).unflatten(1, shape), None
+        output = self.target.forward(*arguments)
+        chosen_BQ = self.target.head(output.hidden_BQD).argmax(-1)
+        return output.taps_BQC.unflatten(1, shape), chosen_BQ.unflatten(1, shape)
 
     @staticmethod
     def _clean_rows(taps_BSC: Tensor, anchors_BN: Tensor, block_size: int) -> Tensor:
@@ -192,7 +224,9 @@ class OnlineRollout(Callback):
         if num_rounds < 0:
             raise InputError(f"rollout.num_rounds is {num_rounds}; give 0 or more")
         if num_rounds and num_anchors < 1:
-            raise InputError(f"rollout.num_anchors is {num_anchors}; give 1 or more, or set rollout.num_rounds to 0")
+            raise InputError(
+                f"rollout.num_anchors is {num_anchors}; give 1 or more, or set rollout.num_rounds to 0"
+            )
         self.num_rounds = num_rounds
         self.num_anchors = num_anchors
         self.mode: Mode = mode
@@ -208,7 +242,9 @@ class OnlineRollout(Callback):
             pl_module.check_round_weights(self.num_rounds)
 
     @torch.no_grad()
-    def on_train_batch_start(self, trainer: Trainer, pl_module: "DrafterModule", batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: "DrafterModule", batch: Any, batch_idx: int
+    ) -> None:  # type: ignore[override]
         if not self.num_rounds:
             return
         extra = self.num_anchors * pl_module.drafter.dims.block_size
@@ -219,5 +255,3 @@ class OnlineRollout(Callback):
                 self.mode, self.reference,
             )  # fmt: skip
             rollout.extend(inputs, self.num_rounds, self.num_anchors)
-
-

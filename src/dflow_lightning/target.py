@@ -6,6 +6,7 @@ G key/value heads, E head size.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
@@ -96,6 +97,7 @@ class FrozenTarget:
         self._head = model.get_output_embeddings()
         self._embedding = model.get_input_embeddings()
         self._wanted: dict[int, Tensor | None] = {}
+        self._shortened: dict[int, Any] = {}
         self._check_supported()
         for index, layer in enumerate(self._decoder.layers):
             layer.register_forward_hook(self._capture(index))
@@ -104,7 +106,12 @@ class FrozenTarget:
 
     @classmethod
     def load(
-        cls, path: str, *, dtype: str = "auto", attn_implementation: str = "sdpa", device: str | torch.device = "cpu"
+        cls,
+        path: str,
+        *,
+        dtype: str = "auto",
+        attn_implementation: str = "sdpa",
+        device: str | torch.device = "cpu",
     ) -> FrozenTarget:
         """Load a target from a hub id or a folder.
 
@@ -116,9 +123,13 @@ class FrozenTarget:
         """
         folder = Path(path)
         if folder.exists() and not (folder / "config.json").is_file():
-            raise InputError(f"target: {path} holds no config.json; give a folder saved by save_pretrained or a hub id")
+            raise InputError(
+                f"target: {path} holds no config.json; give a folder saved by save_pretrained or a hub id"
+            )
         if not folder.exists() and (path.count("/") != 1 or path.startswith((".", "/"))):
-            raise InputError(f"target: {path} does not exist; give a folder saved by save_pretrained or a hub id")
+            raise InputError(
+                f"target: {path} does not exist; give a folder saved by save_pretrained or a hub id"
+            )
         if dtype == "auto":
             dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
         try:
@@ -127,7 +138,9 @@ class FrozenTarget:
             )
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
-            raise InputError(f"target: {path} could not be loaded ({str(error).splitlines()[0]})") from error
+            raise InputError(
+                f"target: {path} could not be loaded ({str(error).splitlines()[0]})"
+            ) from error
         return cls(model.to(device), tokenizer, path)
 
     @staticmethod
@@ -144,7 +157,9 @@ class FrozenTarget:
             )
         for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             if getattr(self.config, key, None) not in (None, 1.0):
-                raise InputError(f"target: {self.name} sets {key}, which is not supported; choose another target")
+                raise InputError(
+                    f"target: {self.name} sets {key}, which is not supported; choose another target"
+                )
 
     @property
     def hidden_size(self) -> int:
@@ -166,6 +181,15 @@ class FrozenTarget:
     @property
     def dtype(self) -> torch.dtype:
         return self._embedding.weight.dtype
+
+    def layer_weights(self, index: int) -> dict[str, Tensor]:
+        """Parameters of one decoder layer, by their names inside it."""
+        return dict(self._decoder.layers[index].named_parameters())
+
+    @property
+    def final_norm_weight(self) -> Tensor | None:
+        """Scale of the norm before the head, where the architecture has one of the usual name."""
+        return getattr(getattr(self._decoder, "norm", None), "weight", None)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -199,7 +223,7 @@ class FrozenTarget:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of the last (normed) hidden state, `[..., V]`."""
-        return self._head(hidden)
+        return self._head(hidden.contiguous())  # a slice would be multiplied batch by batch
 
     def new_cache(self, capacity: int) -> SlotCache:
         return SlotCache(self.num_layers, capacity)
@@ -218,15 +242,42 @@ class FrozenTarget:
             target_layer_ids: decoder layers whose OUTPUT is tapped (Hugging Face's
                 `hidden_states[id + 1]`).
         """
+        return self._run(
+            self._decoder, ids_BQ, positions_BQ, cache, slots_BQ, visible_BQL, target_layer_ids
+        )
+
+    def features(
+        self, ids_BQ: Tensor, positions_BQ: Tensor, cache: SlotCache, slots_BQ: Tensor, visible_BQL: Tensor,
+        target_layer_ids: list[int],
+    ) -> Tensor:  # fmt: skip
+        """The taps of `forward` alone, `[B, Q, C]`; layers above the highest tap do not run."""
+        decoder = self._first_layers(max(target_layer_ids) + 1)
+        return self._run(
+            decoder, ids_BQ, positions_BQ, cache, slots_BQ, visible_BQL, target_layer_ids
+        ).taps_BQC
+
+    def _run(
+        self, decoder, ids_BQ, positions_BQ, cache, slots_BQ, visible_BQL, target_layer_ids
+    ) -> TargetOutput:
         cache.slots_BQ = slots_BQ
         self._wanted = dict.fromkeys(target_layer_ids)
-        output = self._decoder(
+        output = decoder(
             input_ids=ids_BQ, position_ids=positions_BQ, attention_mask=visible_BQL.unsqueeze(1), use_cache=True,
             **{self._cache_argument: cache},
         )  # fmt: skip
         taps = [self._wanted[index] for index in target_layer_ids]
         self._wanted = {}
-        return TargetOutput(output.last_hidden_state, torch.cat([t for t in taps if t is not None], dim=-1))
+        return TargetOutput(
+            output.last_hidden_state, torch.cat([t for t in taps if t is not None], dim=-1)
+        )
+
+    def _first_layers(self, count: int) -> Any:
+        """The decoder with its first layers only; all parts are shared with the whole one."""
+        if count not in self._shortened:
+            shortened = copy.copy(self._decoder)
+            shortened._modules = self._decoder._modules | {"layers": self._decoder.layers[:count]}
+            self._shortened[count] = shortened
+        return self._shortened[count]
 
     def _capture(self, index: int):
         def hook(module: Any, args: Any, output: Any) -> None:

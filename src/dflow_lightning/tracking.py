@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 PARAM_LIMIT = 250  # characters; a longer value stays in the recipe artifact alone
 PARAMS_PER_CALL = 100  # MLflow refuses more in one batch
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
 GIVE_UP_AFTER = 3  # failures in a row: a dead server must not cost a timeout at every step
 
 
@@ -64,7 +66,7 @@ class RunLogger(MLFlowLogger):
     @property
     def experiment(self) -> Any:
         """The MLflow client, or None while the store cannot be reached."""
-        return self._attempt(self._client)
+        return self._mlflow_client if self._initialized else self._attempt(self._client)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Logs metrics; a failure is a warning."""
@@ -89,7 +91,13 @@ class RunLogger(MLFlowLogger):
         first = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         if first and not self._initialized and self._run_id is not None:
             self._reopen(self._run_id)
-        return super().experiment
+        chosen = os.environ.get(URI_VARIABLE)
+        client = super().experiment
+        # MLflow has now written this run's address into the variable that means the user's choice.
+        os.environ.pop(URI_VARIABLE, None)
+        if chosen is not None:
+            os.environ[URI_VARIABLE] = chosen
+        return client
 
     def _reopen(self, run_id: str) -> None:
         """Continues the run of a resumed training, unless this store does not hold it."""
@@ -177,7 +185,7 @@ class Tracking(Callback):
         import mlflow  # noqa: F401 - sets its log level to INFO, once
 
         logging.getLogger("mlflow").setLevel("ERROR")
-        uri = self.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = self.uri or os.environ.get(URI_VARIABLE)
         if uri is None:
             run_dir.mkdir(parents=True, exist_ok=True)
             uri = f"sqlite:///{(run_dir / 'mlflow.db').resolve()}"
@@ -209,7 +217,7 @@ class Tracking(Callback):
 class RecipeRecord(SaveConfigCallback):
     """Writes the whole resolved recipe to `<run_dir>/config.yaml`, MLflow and every checkpoint."""
 
-    @property
+    @cached_property
     def recipe(self) -> dict[str, Any]:
         """The recipe as plain values, without this run's folder and checkpoint: it can be rerun."""
         recipe = yaml.safe_load(self.parser.dump(self.config, skip_none=False, format="yaml"))

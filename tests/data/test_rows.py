@@ -78,7 +78,10 @@ BAD_ROWS = {
     "message without role": (conversation({"content": "p"}), "message 1 has no role"),
     "message without content": (conversation({"role": "user"}), "message 1 has no content"),
     "blank content": (conversation(user(" ")), "message 1 has a blank content"),
-    "content in parts": (conversation(user([{"text": "p"}])), "has a content of type list"),
+    "content in parts": (
+        conversation({"role": "user", "content": [{"text": "p"}]}),
+        "has a content of type list",
+    ),
     "tool call": (conversation(user("p") | {"tool_calls": [1]}), "message 1 has 'tool_calls'"),
     "no supervised token": (conversation(user("p")), r"\(id 'a'\) has no supervised token"),
     "only system": (conversation(system("s")), "has no supervised token"),

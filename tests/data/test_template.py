@@ -39,7 +39,8 @@ GOLDEN = {
 
 def supervised(tokenizer, row) -> list[str]:
     """The decoded text of each supervised stretch."""
-    texts, previous = [], False
+    texts: list[list[int]] = []
+    previous = False
     for token, wanted in zip(row.input_ids, row.loss_mask, strict=True):
         if wanted and not previous:
             texts.append([])
@@ -195,7 +196,11 @@ def test_tokenizer_without_template(with_template):
     [
         ("{{ raise_exception('no system role') }}", r"refuses the conversation \(no system role\)"),
         ("{{ messages[0].content }}", "leaves out an answer"),
-        ("{{ messages|length }}{{ messages[1].content[:1] }}!{{ messages[1].content }}", "around"),
+        (
+            "{{ messages[-1].content|length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "mixes the answer",
+        ),
+        ("{% for m in messages %}{{ m.content + m.content[:1] }}{% endfor %}", "mixes the answer"),
     ],
 )
 def test_template_that_does_not_fit(with_template, template, message):

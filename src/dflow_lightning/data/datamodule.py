@@ -96,6 +96,9 @@ class ChatDataModule(LightningDataModule):
                 if self.paths[split] is not None:
                     check_disjoint(self._read("train"), self._read(split), f"data.{split}")
             self._tokenize("train")
+            if self.trainer is not None and self.paths["validation"] is None:
+                # Nothing was asked for; Lightning would warn about it twice.
+                self.trainer.limit_val_batches = 0
         if stage in (None, "fit", "validate") and (self.paths["validation"] or stage == "validate"):
             self._tokenize("validation")
         if stage == "test" or (stage is None and self.paths["test"]):
@@ -110,9 +113,7 @@ class ChatDataModule(LightningDataModule):
             **_ranks(),
         )
 
-    def val_dataloader(self) -> HeldOutLoader | list[Any]:
-        if self.paths["validation"] is None:
-            return []
+    def val_dataloader(self) -> HeldOutLoader:
         rows = self._tokenize("validation")
         return HeldOutLoader(rows, batch_size=self.batch_size, **_ranks())
 

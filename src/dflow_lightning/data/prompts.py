@@ -63,10 +63,10 @@ def make_prompts(encoder: ChatEncoder, rows: Iterable[Row]) -> list[Prompt]:
     for row in rows:
         try:
             token_ids = encoder.prompt(row.prompt)
-            answer = encoder.segments(row.messages)[-2:-1] if row.is_answered else []
+            answers = [encoder.segments(row.messages)[-2:-1]] if row.is_answered else []
         except InputError as error:
             raise InputError(f"{row.where}: {error}") from error
-        reference_ids = encoder.encode([answer])[0].input_ids
+        reference_ids = [token for one in encoder.encode(answers) for token in one.input_ids]
         prompts.append(Prompt(row.id, row.family, token_ids, reference_ids))
     return prompts
 

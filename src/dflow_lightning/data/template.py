@@ -171,7 +171,7 @@ class ChatEncoder:
         end = len(text) - len(after)
         if start > end or not text.endswith(after):
             raise InputError(
-                "the chat template writes something else around an answer for each answer"
+                "the chat template mixes the answer with its own text; use another one"
             )
         # The turn on its own shows how it ends, and that the end is not the next turn's beginning.
         last = turn == len(messages) - 1 and not answer_next
@@ -194,7 +194,7 @@ class ChatEncoder:
         starts = [len(header) for header in headers if text.startswith(header)]
         if not starts and not text.startswith(before):
             raise InputError(
-                "the chat template writes something else before an answer for each answer"
+                "the chat template mixes the answer with its own text; use another one"
             )
         return max(starts, default=len(before))
 
@@ -239,6 +239,8 @@ class ChatEncoder:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _tokenize(self, segments: Sequence[Segment]) -> list[list[int]]:
+        if not segments:
+            return []
         first = 1 if self._guard else 0
         texts = [self._guard + segment.text for segment in segments]
         # A tokenizer returns a BatchEncoding; the ids alone are asked for by name.

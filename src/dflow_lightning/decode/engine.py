@@ -57,7 +57,12 @@ class SpeculativeDecoder:
     """
 
     def __init__(
-        self, target: FrozenTarget, drafter: Drafter, relay: Relay | None = None, *, first_rejected: bool = True
+        self,
+        target: FrozenTarget,
+        drafter: Drafter,
+        relay: Relay | None = None,
+        *,
+        first_rejected: bool = True,
     ) -> None:
         self.target, self.drafter, self.relay = target, drafter, relay
         self.first_rejected = first_rejected
@@ -107,7 +112,9 @@ class SpeculativeDecoder:
         Raises:
             InputError: an empty prompt, or one that leaves no room in the target's context.
         """
-        models = Models(self.target, self.drafter, self.relay if relay else None, self.first_rejected)
+        models = Models(
+            self.target, self.drafter, self.relay if relay else None, self.first_rejected
+        )
         timer = timer or RoundTimer()
 
         def step(state: DecodeState) -> Tensor:
@@ -131,11 +138,15 @@ class SpeculativeDecoder:
 
         def step(state: DecodeState) -> Tensor:
             position_R1 = state.anchor_R.unsqueeze(1)
-            hidden = self._target_forward(state, state.tokens_RT.gather(1, position_R1), position_R1).hidden_BQD
+            hidden = self._target_forward(
+                state, state.tokens_RT.gather(1, position_R1), position_R1
+            ).hidden_BQD
             chosen_R1 = self._choose(state, hidden, position_R1)
             return commit(state, chosen_R1, torch.zeros_like(state.length_R))
 
-        return self._run(prompts, seeds, batch_size, (max_new_tokens, temperature, stop_token_ids), None, step)
+        return self._run(
+            prompts, seeds, batch_size, (max_new_tokens, temperature, stop_token_ids), None, step
+        )
 
     def _run(self, prompts, seeds, batch_size, options, models, step) -> list[Completion]:
         seeds = list(range(len(prompts))) if seeds is None else seeds
@@ -152,17 +163,22 @@ class SpeculativeDecoder:
                         request.append(gained - 1)
             seconds = (time.perf_counter() - start) / len(prompt_R)
             completions += [
-                self._complete(state, row, length, accepted[row], seconds) for row, length in enumerate(prompt_R)
+                self._complete(state, row, length, accepted[row], seconds)
+                for row, length in enumerate(prompt_R)
             ]
         return completions
 
     @staticmethod
-    def _complete(state: DecodeState, row: int, prompt: int, accepted: list[int], seconds: float) -> Completion:
+    def _complete(
+        state: DecodeState, row: int, prompt: int, accepted: list[int], seconds: float
+    ) -> Completion:
         ids = state.tokens_RT[row, prompt : int(state.length_R[row])].tolist()
         stopped = bool(ids) and ids[-1] in state.stop_ids.tolist()
         return Completion(ids, accepted, "stop" if stopped else "length", seconds)
 
-    def _prefill(self, prompts, seeds, max_new_tokens, temperature, stop_token_ids, models) -> DecodeState:
+    def _prefill(
+        self, prompts, seeds, max_new_tokens, temperature, stop_token_ids, models
+    ) -> DecodeState:
         """Run the prompts through the target and commit each one's first token."""
         limit = self.target.config.max_position_embeddings
         for prompt in prompts:
@@ -175,7 +191,9 @@ class SpeculativeDecoder:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}; give 1 or more")
         if temperature < 0:
-            raise InputError(f"temperature is {temperature}; give 0 for greedy decoding or a positive number")
+            raise InputError(
+                f"temperature is {temperature}; give 0 for greedy decoding or a positive number"
+            )
         state = self._empty_state(prompts, seeds, max_new_tokens, temperature, stop_token_ids)
         width = int(state.length_R.max())
         positions_RP = torch.arange(width, device=self.target.device).expand(len(prompts), -1)
@@ -183,20 +201,27 @@ class SpeculativeDecoder:
         if models is not None:
             extend_context(models, state, output.taps_BQC, positions_RP)
         last_R1 = (state.length_R - 1).unsqueeze(1)
-        hidden_R1D = output.hidden_BQD.gather(1, last_R1.unsqueeze(-1).expand(-1, -1, output.hidden_BQD.shape[-1]))
+        hidden_R1D = output.hidden_BQD.gather(
+            1, last_R1.unsqueeze(-1).expand(-1, -1, output.hidden_BQD.shape[-1])
+        )
         commit(state, self._choose(state, hidden_R1D, last_R1), torch.zeros_like(state.length_R))
         return state
 
-    def _empty_state(self, prompts, seeds, max_new_tokens, temperature, stop_token_ids) -> DecodeState:
+    def _empty_state(
+        self, prompts, seeds, max_new_tokens, temperature, stop_token_ids
+    ) -> DecodeState:
         device, dims = self.target.device, self.drafter.dims
         lengths = [len(prompt) for prompt in prompts]
-        end_R = torch.tensor([min(n + max_new_tokens, self.target.config.max_position_embeddings) for n in lengths])
+        end_R = torch.tensor(
+            [min(n + max_new_tokens, self.target.config.max_position_embeddings) for n in lengths]
+        )
         slots = int(end_R.max()) + dims.block_size
         tokens_RT = torch.zeros(len(prompts), slots, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens_RT[row, : len(prompt)] = torch.tensor(prompt)
         uniforms = [
-            torch.rand(slots, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds
+            torch.rand(slots, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            for seed in seeds
         ]
         stop_ids = self.target.stop_token_ids if stop_token_ids is None else stop_token_ids
         shape = (len(prompts), dims.num_key_value_heads, slots, dims.head_dim)
@@ -210,13 +235,21 @@ class SpeculativeDecoder:
             uniforms_RT=torch.stack(uniforms).to(device),
             stop_ids=torch.tensor(stop_ids, dtype=torch.long, device=device),
             target_cache=self.target.new_cache(slots),
-            context=[ContextKV(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(dims.num_layers)],
+            context=[
+                ContextKV(weight.new_zeros(shape), weight.new_zeros(shape))
+                for _ in range(dims.num_layers)
+            ],
         )
 
     def _target_forward(self, state: DecodeState, ids_RQ: Tensor, positions_RQ: Tensor) -> Any:
         visible = causal(positions_RQ, state.target_cache.capacity)
         return self.target.forward(
-            ids_RQ, positions_RQ, state.target_cache, positions_RQ, visible, self.drafter.dims.target_layer_ids
+            ids_RQ,
+            positions_RQ,
+            state.target_cache,
+            positions_RQ,
+            visible,
+            self.drafter.dims.target_layer_ids,
         )
 
     def _choose(self, state: DecodeState, hidden_R1D: Tensor, position_R1: Tensor) -> Tensor:

@@ -128,14 +128,18 @@ def causal(positions_RQ: Tensor, capacity: int) -> Tensor:
     return torch.arange(capacity, device=positions_RQ.device) <= positions_RQ.unsqueeze(-1)
 
 
-def extend_context(models: Models, state: DecodeState, taps_RKC: Tensor, positions_RK: Tensor | None = None) -> Tensor:
+def extend_context(
+    models: Models, state: DecodeState, taps_RKC: Tensor, positions_RK: Tensor | None = None
+) -> Tensor:
     """Write the drafter's context for all rows of a block and return their features `h`, `[R, K, D]`.
 
     All rows are projected once, for context and relay alike. Rows on the rejected branch are written
     too: the next block's anchor lies before them, so they are never seen.
     """
     if positions_RK is None:
-        positions_RK = state.anchor_R.unsqueeze(1) + torch.arange(taps_RKC.shape[1], device=taps_RKC.device)
+        positions_RK = state.anchor_R.unsqueeze(1) + torch.arange(
+            taps_RKC.shape[1], device=taps_RKC.device
+        )
     h_RKD = models.drafter.project(taps_RKC.to(models.drafter.fc.weight.dtype))
     rows_R1 = torch.arange(taps_RKC.shape[0], device=taps_RKC.device).unsqueeze(1)
     new = models.drafter.context_kv(h_RKD, positions_RK)

@@ -1,0 +1,97 @@
+"""`dflow-train decode`: what it prints and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflow_lightning.decode.command import decode_command
+from dflow_lightning.errors import InputError
+from dflow_lightning.export import export_drafter
+
+
+@pytest.fixture
+def given(tmp_path, tiny_target_dir, tiny_target, tiny_drafter, tiny_relay) -> dict:
+    export_drafter(tiny_drafter, tiny_relay, tiny_target, tmp_path / "dflow", dtype="float32")
+    return {"target": str(tiny_target_dir), "drafter": tmp_path / "dflow", "max_new_tokens": 8}
+
+
+def prompt_file(folder: Path, *rows: dict) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def decode(capsys, **options) -> list[dict]:
+    decode_command(json=True, **options)
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_text_goes_to_stdout_and_what_it_took_to_stderr(given, capsys):
+    decode_command(prompt="hello", **given)
+    captured = capsys.readouterr()
+    assert captured.out.strip()
+    assert "tau" not in captured.out
+    for part in ("tau ", " rounds", "relay on", " tokens/s"):
+        assert part in captured.err
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_all_ways_give_the_same_tokens(given, capsys, temperature):
+    options = given | {"prompt": "hello", "temperature": temperature, "seed": 3}
+    (on,) = decode(capsys, **options)
+    (off,) = decode(capsys, relay="off", **options)
+    (plain,) = decode(capsys, plain=True, **options)
+    assert on["token_ids"] == off["token_ids"] == plain["token_ids"]
+    assert [one["relay"] for one in (on, off, plain)] == ["on", "off", "off"]
+    assert (plain["tau"], plain["accepted"]) == (None, None)
+    assert on["acceptance"] == ("greedy" if temperature == 0 else "sample_match")
+    assert on["tau"] == pytest.approx(1 + sum(on["accepted"]) / on["rounds"])
+
+
+def test_a_file_is_answered_in_its_order(given, capsys, tmp_path):
+    chat = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+    ]
+    path = prompt_file(
+        tmp_path,
+        {"id": "z", "prompt": "hello"},
+        {"id": "a", "family": "math", "prompt": "hello", "answer": "x"},
+        {"messages": chat},
+    )
+    rows = decode(capsys, prompts=path, **given)
+    assert [row["id"] for row in rows[:2]] == ["z", "a"]
+    assert rows[0]["token_ids"] == rows[1]["token_ids"] != rows[2]["token_ids"]
+
+
+def test_thinking_changes_the_prompt(given, capsys):
+    (off,) = decode(capsys, prompt="hello", **given)
+    (on,) = decode(capsys, prompt="hello", thinking=True, **given)
+    assert on["token_ids"] != off["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "one of --prompt and --prompts"),
+        ({"prompt": "a", "prompts": Path("x")}, "one of --prompt and --prompts"),
+        ({"prompt": " "}, "prompt is empty"),
+        ({"prompts": Path("missing.jsonl")}, "missing.jsonl does not exist"),
+        ({"prompt": "a", "temperature": -0.5}, "temperature is -0.5"),
+        ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"prompt": "a" * 600}, "the context of .* ends at 512"),
+        ({"prompt": "a", "drafter": Path("missing")}, "missing does not exist"),
+        ({"prompt": "a", "target": "./missing"}, "missing does not exist"),
+    ],
+)
+def test_bad_input(given, change, expected):
+    with pytest.raises(InputError, match=expected) as caught:
+        decode_command(**given | change)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file(given, tmp_path):
+    with pytest.raises(InputError, match="is empty"):
+        decode_command(prompts=prompt_file(tmp_path), **given)

@@ -1,0 +1,159 @@
+"""The report page: self-contained, complete, and only of numbers that can be compared."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from dflow_lightning.errors import InputError
+from dflow_lightning.report import SAME_CONDITIONS, report_command
+
+ENVIRONMENT = {
+    "command": "dflow-train bench --drafter 'a <b>'",
+    "target_fingerprint": "f1",
+    "template_hash": "t1",
+    "enable_thinking": False,
+    "suite_hash": "s1",
+    "max_new_tokens": 128,
+    "versions": {"torch": "2.13"},
+}
+VOID = {"meta", "br"}
+
+
+def row(drafter: str, relay: str, family: str, **changes) -> dict:
+    return {
+        "drafter": drafter,
+        "relay": relay,
+        "temperature": 0.0,
+        "acceptance": "greedy",
+        "family": family,
+        "tau": 2.5,
+        "accepted_drafts": 1.5,
+        "position_acceptance": [0.8, 0.5, 0.2],
+        "histogram": [2, 3, 3, 2],
+        "tokens_per_second": 321.5,
+        "speedup": 1.75,
+        "lossless": True,
+        "relay_share": 0.0123,
+        "excused_ties": 0,
+    } | changes
+
+
+def rows() -> list[dict]:
+    return [
+        row("runs/<dflow>", relay, family, tau=tau)
+        for relay, tau in (("on", 3.0), ("off", 2.7))
+        for family in ("math", "code", "pooled")
+    ] + [row("runs/dflash", "off", "pooled", temperature=1.0, acceptance="sample_match")]
+
+
+def write(path: Path, *, content: list[dict] | None = None, **environment) -> Path:
+    result = {"rows": content or rows(), "environment": ENVIRONMENT | environment}
+    path.write_text(json.dumps(result))
+    return path
+
+
+class Page(HTMLParser):
+    """Text of a page, what it loads, and whether every tag that is opened is closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+        self.loads += [value for name, value in attrs if name in ("src", "href")]
+        self.ids += [value for name, value in attrs if name == "id"]
+
+    def handle_startendtag(self, tag, attrs):
+        self.ids += [value for name, value in attrs if name == "id"]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += f" {data}"
+
+
+@pytest.fixture
+def page(tmp_path) -> Page:
+    report_command(bench=[write(tmp_path / "a.json")], out=tmp_path / "deep/report.html")
+    return Page(tmp_path / "deep/report.html")
+
+
+def test_nothing_is_loaded_and_every_tag_closed(page, tmp_path):
+    assert page.open == []
+    assert page.loads == []
+    assert len(page.ids) == len(set(page.ids))
+    text = (tmp_path / "deep/report.html").read_text()
+    assert not re.search(r"https?:|@import|<script|url\((?!#)", text)
+
+
+def test_the_numbers_are_there(page):
+    for expected in ("3.000", "2.700", "0.900", "321.5", "1.750x", "1.23 %", "sample_match"):
+        assert expected in page.text
+    assert "a <b>" in page.text  # escaped, so that it is text
+    assert "<dflow>" in page.text
+    assert "target_fingerprint" in page.text
+
+
+def test_charts_have_labels(page):
+    for expected in ("draft position j", "accepted drafts a", "share of rounds"):
+        assert expected in page.text
+    assert "<dflow>, relay on" in page.text
+
+
+def test_an_answer_that_differs_stands_out(tmp_path):
+    content = [row("x", "off", "pooled", lossless=False), row("y", "off", "pooled", lossless=None)]
+    path = write(tmp_path / "a.json", content=content)
+    report_command(bench=[path], out=tmp_path / "r.html")
+    text = Page(tmp_path / "r.html").text
+    assert "NO" in text
+    assert "not asserted" in text
+
+
+def test_two_files_side_by_side(tmp_path, capsys):
+    other = [row("runs/other", "off", "pooled", tau=1.5)]
+    paths = [write(tmp_path / "a.json"), write(tmp_path / "b.json", content=other)]
+    report_command(bench=paths, out=tmp_path / "r.html")
+    assert "0.500" in Page(tmp_path / "r.html").text
+    assert f"report of 8 rows written to {tmp_path / 'r.html'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", SAME_CONDITIONS)
+def test_what_was_measured_differently_is_not_compared(tmp_path, key):
+    paths = [write(tmp_path / "a.json"), write(tmp_path / "b.json", **{key: "other"})]
+    with pytest.raises(InputError, match=f"differ in {key}"):
+        report_command(bench=paths, out=tmp_path / "r.html")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "does not exist"),
+        ("{", "cannot be read as JSON"),
+        ("[]", "has no rows and environment"),
+        ('{"rows": [], "environment": {}}', "holds no rows"),
+        ('{"rows": [{}], "environment": {}}', "row 0 of .* lacks drafter"),
+    ],
+)
+def test_bad_files(tmp_path, content, expected):
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=expected):
+        report_command(bench=[path], out=tmp_path / "r.html")
+
+
+def test_bad_places(tmp_path):
+    with pytest.raises(InputError, match="bench: no file given"):
+        report_command(bench=[], out=tmp_path / "r.html")
+    with pytest.raises(InputError, match="is a folder"):
+        report_command(bench=[write(tmp_path / "a.json")], out=tmp_path)
