@@ -3,10 +3,10 @@
     python scripts/compare.py                 # 3 seeds, all rows: about two hours on 2 cores
     python scripts/compare.py --quick         # 1 seed, a tenth of the steps: a look, no result
 
-Every row is one recipe with at most one thing changed, trained with the same data, seeds, optimizer
-steps and mask-round anchors, exported from its best checkpoint by validation tau, and decoded on the
-same held-out prompts. Finished trainings and benches are kept and not repeated; a second run goes on
-where the first one stopped.
+Every row is one recipe with at most one thing changed, trained with the same data, seeds,
+optimizer steps and mask-round anchors, exported from its best checkpoint by validation tau, and
+decoded on the same held-out prompts. Finished trainings and benches are kept and not repeated; a
+second run goes on where the first one stopped.
 """
 
 import argparse
@@ -17,10 +17,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TARGET = "data/tiny-qwen3"
 BASE = "dflash"
@@ -39,34 +40,47 @@ class Variant:
 
 
 def variants(num_anchors: int) -> list[Variant]:
+    """All rows; `num_anchors` is the recipes' number of mask-round blocks."""
     return [
-        Variant("dflash", "tiny-dflash"),
         Variant("dflow", "tiny-dflow"),
+        Variant("dflash", "tiny-dflash"),
         Variant("dflash-sc", "tiny-dflash-sc"),
+        Variant("dflash-equal-time", "tiny-dflash", equal_time_to="dflow", one_seed=True),
         # As many blocks per step as the three rounds of DFlow.
         Variant(
             "dflash-equal-blocks", "tiny-dflash", ("--model.num_anchors", str(3 * num_anchors))
         ),
-        Variant("dflow-clean-features", "tiny-dflow", ("--rollout.mode", "clean_features"), one_seed=True),
-        Variant("dflash-equal-time", "tiny-dflash", equal_time_to="dflow", one_seed=True),
+        Variant(
+            "dflow-clean-features",
+            "tiny-dflow",
+            ("--rollout.mode", "clean_features"),
+            one_seed=True,
+        ),
     ]
 
 
 @dataclass(frozen=True)
 class Study:
+    """One comparison: where it writes, and how much it trains and decodes."""
+
     out: Path
     seeds: Sequence[int]
     quick: bool
     per_family: int
 
     def folder(self, variant: Variant, seed: int) -> Path:
+        """The run folder of a row and seed."""
         return self.out / f"{variant.name}-{seed}"
 
     def seconds(self, name: str, seed: int) -> float:
-        return json.loads((self.out / f"{name}-{seed}" / "seconds.json").read_text())["seconds"]
+        """Wall seconds of a training; waits for one that another job has at hand."""
+        path = self.out / f"{name}-{seed}" / "seconds.json"
+        while not path.exists():
+            time.sleep(1)
+        return json.loads(path.read_text())["seconds"]
 
-    def steps(self, variant: Variant, seed: int) -> int | None:
-        """Optimizer steps of a run, where they are not the recipe's."""
+    def steps(self, variant: Variant, seed: int) -> int:
+        """Optimizer steps of a run: the recipe's, fewer when quick, more for equal time."""
         steps = recipe_value(variant.recipe, "max_steps")
         if self.quick:
             steps //= 10
@@ -76,42 +90,46 @@ class Study:
         return steps
 
     def train(self, variant: Variant, seed: int) -> None:
+        """Train a row and export its best checkpoint, unless that is done already."""
         folder = self.folder(variant, seed)
         if (folder / "export" / "config.json").exists():
             return
         shutil.rmtree(folder, ignore_errors=True)
         steps = self.steps(variant, seed)
         start = time.perf_counter()
+        log = folder.with_suffix(".log")
         dflow_train(
-            "fit", "--config", f"recipes/{variant.recipe}.yaml", "--run_dir", folder, "--seed_everything", seed,
-            "--model.seed", seed, "--data.seed", seed, "--trainer.max_steps", steps,
-            "--trainer.val_check_interval", max(1, steps // 2), *variant.changes, log=folder.with_suffix(".log"),
+            "fit", "--config", f"recipes/{variant.recipe}.yaml", "--run_dir", folder,
+            "--seed_everything", seed, "--model.seed", seed, "--data.seed", seed,
+            "--trainer.max_steps", steps, "--trainer.val_check_interval", max(1, steps // 2),
+            *variant.changes, log=log,
         )  # fmt: skip
         seconds = time.perf_counter() - start
         (folder / "seconds.json").write_text(json.dumps({"seconds": seconds, "steps": steps}))
         best = folder / "checkpoints" / "best.ckpt"
-        dflow_train(
-            "export",
-            "--checkpoint",
-            best,
-            "--out",
-            folder / "export",
-            log=folder.with_suffix(".log"),
-        )
+        dflow_train("export", "--checkpoint", best, "--out", folder / "export", log=log)
         print(f"{variant.name} seed {seed}: {steps} steps, {seconds:.0f} s", flush=True)
 
+    def measure(self, variant: Variant, seed: int) -> list[dict]:
+        """Train, export and bench one row."""
+        self.train(variant, seed)
+        return self.bench(variant, seed)
+
     def bench(self, variant: Variant, seed: int) -> list[dict]:
+        """The bench rows of an exported drafter, measured unless that is done already."""
         folder = self.folder(variant, seed)
         result = folder / "bench.json"
         if not result.exists():
             dflow_train(
-                "bench", "--target", TARGET, "--drafter", folder / "export", "--suite", "tiny", "--temperature", "0,1",
-                "--per_family", self.per_family, "--batch_size", 8, "--json", result, log=folder.with_suffix(".bench.log"),
+                "bench", "--target", TARGET, "--drafter", folder / "export", "--suite", "tiny",
+                "--temperature", "0,1", "--per_family", self.per_family, "--batch_size", 8,
+                "--json", result, log=folder.with_suffix(".bench.log"),
             )  # fmt: skip
         return json.loads(result.read_text())["rows"]
 
 
 def recipe_value(recipe: str, key: str) -> int:
+    """A whole number that a recipe sets, by its last name."""
     for line in Path(f"recipes/{recipe}.yaml").read_text().splitlines():
         name, _, value = line.strip().partition(":")
         if name == key:
@@ -131,13 +149,16 @@ def dflow_train(*arguments: object, log: Path) -> None:
         raise SystemExit(f"{' '.join(command)} failed, see {log}")
 
 
-def in_pairs(function, pairs: list[tuple[Variant, int]], jobs: int) -> list:
+def in_pairs(
+    function: Callable[[Variant, int], Any], pairs: list[tuple[Variant, int]], jobs: int
+) -> list:
+    """Results of a function for each row and seed, `jobs` at the same time."""
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(lambda pair: function(*pair), pairs))
 
 
 def collect(rows: dict[tuple[str, int], list[dict]]) -> dict[str, dict]:
-    """Tau of each seed by `row name`, `temperature/family`; the relay-off rows get names of their own."""
+    """Tau of each seed by `row name`, `temperature/family`; relay-off rows have their own names."""
     table: dict[str, dict] = {}
     for (name, _), found in sorted(rows.items()):
         has_relay = any(row["relay"] == "on" for row in found)
@@ -151,10 +172,11 @@ def collect(rows: dict[tuple[str, int], list[dict]]) -> dict[str, dict]:
 
 
 def markdown(table: dict[str, dict], study: Study) -> str:
+    """The table of tau, one line a drafter."""
     cells = [f"{t}/{family}" for t in (0, 1) for family in ("math", "code", "chat", "pooled")]
     lines = [
-        f"tau (accepted drafts + 1), mean and spread (largest - smallest) of {len(study.seeds)} seeds, "
-        f"{study.per_family} prompts a family",
+        "tau (accepted drafts + 1), mean and spread (largest - smallest) of "
+        f"{len(study.seeds)} seeds, {study.per_family} prompts a family",
         "",
         "| drafter | " + " | ".join(f"T={c.replace('/', ' ')}" for c in cells) + " | lossless |",
         "|---|" + "---|" * (len(cells) + 1),
@@ -169,12 +191,13 @@ def markdown(table: dict[str, dict], study: Study) -> str:
 
 
 def spread(values: list[float]) -> float:
+    """Largest minus smallest."""
     return max(values) - min(values)
 
 
 def ratio(table: dict, one: str, other: str, cell: str) -> list[float]:
-    """One row over another, seed by seed."""
-    return [a / b for a, b in zip(table[one][cell]["tau"], table[other][cell]["tau"], strict=True)]
+    """One row over another, seed by seed; rows of fewer seeds are compared on those."""
+    return [a / b for a, b in zip(table[one][cell]["tau"], table[other][cell]["tau"], strict=False)]
 
 
 BARS = (  # one, other, temperature, at least
@@ -193,6 +216,7 @@ BARS = (  # one, other, temperature, at least
 
 
 def bars(table: dict) -> list[str]:
+    """The table of goals: pooled tau of one row over another, and whether it is high enough."""
     lines = [
         "| pooled tau of | over | T | ratio (mean of seeds) | each seed | goal | met |",
         "|---|---|---|---|---|---|---|",
@@ -201,13 +225,15 @@ def bars(table: dict) -> list[str]:
         values = ratio(table, one, other, f"{temperature}/pooled")
         mean = statistics.mean(values)
         each = ", ".join(f"{value:.3f}" for value in values)
+        met = "yes" if mean >= goal else "no"
         lines.append(
-            f"| {one} | {other} | {temperature} | {mean:.3f} | {each} | {goal:.2f} | {'yes' if mean >= goal else 'no'} |"
+            f"| {one} | {other} | {temperature} | {mean:.3f} | {each} | {goal:.2f} | {met} |"
         )
     return lines
 
 
 def main(out: Path, seeds: list[int], jobs: int, quick: bool, per_family: int, ship: bool) -> None:
+    """Train, bench and tabulate all rows."""
     study = Study(out, seeds[:1] if quick else seeds, quick, 8 if quick else per_family)
     rows = variants(recipe_value("tiny-dflash", "num_anchors"))
     pairs = [
@@ -216,9 +242,7 @@ def main(out: Path, seeds: list[int], jobs: int, quick: bool, per_family: int, s
         for variant in rows
         if seed == study.seeds[0] or not variant.one_seed
     ]
-    in_pairs(study.train, [p for p in pairs if not p[0].equal_time_to], jobs)
-    in_pairs(study.train, [p for p in pairs if p[0].equal_time_to], jobs)
-    results = in_pairs(study.bench, pairs, jobs)
+    results = in_pairs(study.measure, pairs, jobs)
     table = collect(
         {(v.name, seed): found for (v, seed), found in zip(pairs, results, strict=True)}
     )

@@ -37,8 +37,9 @@ def random_target(folder: Path, *, seed: int = 0, num_layers: int = 4, scale: fl
     tokenizer.chat_template = (ROOT / "data/build/chat_template.jinja").read_text()
     tokenizer.save_pretrained(folder)
     config = Qwen3Config(
-        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=num_layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=False,
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+        tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6}, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
@@ -51,16 +52,19 @@ def random_target(folder: Path, *, seed: int = 0, num_layers: int = 4, scale: fl
 
 @pytest.fixture(scope="session")
 def tiny_target_dir(tmp_path_factory) -> Path:
+    """The folder of a random target of four layers."""
     return random_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="session")
 def tiny_target(tiny_target_dir) -> FrozenTarget:
+    """That target, loaded."""
     return FrozenTarget.load(str(tiny_target_dir))
 
 
 @pytest.fixture
 def tiny_drafter(tiny_target) -> Drafter:
+    """A random drafter of two layers and blocks of four, with weights that make drafts vary."""
     torch.manual_seed(1)
     config = DrafterConfig(num_layers=2, block_size=4, target_layer_ids=[0, 1, 2])
     drafter = Drafter(DrafterDims.resolve(config, tiny_target)).eval()

@@ -9,6 +9,7 @@ from dflow_lightning.attention import block_attention
 
 
 def brute_force(q, k_block, v_block, k_context, v_context, anchors):
+    """Attention of one query at a time to exactly the rows it may see."""
     out = torch.zeros_like(q)
     B, H, N, K, E = q.shape
     for b in range(B):
@@ -24,6 +25,7 @@ def brute_force(q, k_block, v_block, k_context, v_context, anchors):
 
 
 def tensors(N=3, seed=0):
+    """Random q, k_block, v_block, k_context and v_context."""
     torch.manual_seed(seed)
     blocks = [torch.randn(2, 2, N, 4, 16, requires_grad=True) for _ in range(3)]
     context = [torch.randn(2, 2, 11, 16, requires_grad=True) for _ in range(2)]

@@ -6,6 +6,7 @@ from dflow_lightning.blocks import Anchors, draw_anchors, next_anchors, slot_inp
 
 
 def random_mask(rows=4, width=20, seed=0):
+    """A loss mask with 60 % of its positions supervised."""
     torch.manual_seed(seed)
     return torch.rand(rows, width) < 0.6
 

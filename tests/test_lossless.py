@@ -15,10 +15,12 @@ NORMAL_99 = 2.3263478740408408
 
 
 def chi_square_99(degrees: int) -> float:
+    """The value that a chi-square statistic exceeds once in a hundred times."""
     return degrees * (1 - 2 / (9 * degrees) + NORMAL_99 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
 def prompts(count=6):
+    """Random token ids of different lengths, the same ones each time."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(2, 20, (count,), generator=generator).tolist()
     return [torch.randint(0, 256, (size,), generator=generator).tolist() for size in sizes]
@@ -47,9 +49,11 @@ def test_equals_greedy_generation_of_transformers(half_trained):
     module, _ = half_trained
     for prompt in prompts():
         wanted = module.target.model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=30,
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=30,
             do_sample=False,
-        )  # fmt: skip
+        )
         got = module.decoder().generate([prompt], max_new_tokens=30)[0]
         assert got.token_ids == wanted[0, len(prompt) :].tolist()
 
@@ -57,13 +61,8 @@ def test_equals_greedy_generation_of_transformers(half_trained):
 class Scripted:
     """A drafter whose drafts are known: right up to a given slot, wrong from there."""
 
-    def __init__(self, decoder, answer, prompt_length, right):
-        self.decoder, self.answer, self.prompt_length, self.right = (
-            decoder,
-            answer,
-            prompt_length,
-            right,
-        )
+    def __init__(self, answer, prompt_length, right):
+        self.answer, self.prompt_length, self.right = answer, prompt_length, right
 
     def __call__(self, models, state, x_RNKD):
         first = int(state.anchor_R[0]) - self.prompt_length + 1
@@ -80,7 +79,7 @@ def test_never_sometimes_and_always_accepted(half_trained, monkeypatch, right):
     prompt = batch.input_ids_BS[0, :10].tolist()
     decoder = module.decoder()
     answer = decoder.generate_plain([prompt], max_new_tokens=41, stop_token_ids=())[0].token_ids
-    monkeypatch.setattr(rounds, "draft", Scripted(decoder, answer, len(prompt), right))
+    monkeypatch.setattr(rounds, "draft", Scripted(answer, len(prompt), right))
     completion = decoder.generate([prompt], max_new_tokens=41, stop_token_ids=())[0]
     assert completion.token_ids == answer
     assert completion.accepted[:-1] == [right] * (len(completion.accepted) - 1)
@@ -91,7 +90,7 @@ def test_a_stop_token_inside_the_accepted_prefix_ends_the_answer(half_trained, m
     prompt = batch.input_ids_BS[0, :10].tolist()
     decoder = module.decoder()
     answer = decoder.generate_plain([prompt], max_new_tokens=41, stop_token_ids=())[0].token_ids
-    monkeypatch.setattr(rounds, "draft", Scripted(decoder, answer, len(prompt), 3))
+    monkeypatch.setattr(rounds, "draft", Scripted(answer, len(prompt), 3))
     for place in range(1, 12):
         stop = answer[place]
         wanted = answer[: answer.index(stop) + 1]
@@ -108,18 +107,21 @@ def test_commit_equals_loops():
 
     for _ in range(1000):
         state = rounds.DecodeState(
-            tokens_RT=draw(9, 2, 20), length_R=draw(8, 2) + 1, end_R=draw(6, 2) + 9, done_R=draw(4, 2) == 0,
-            temperature_R=torch.zeros(2), uniforms_RT=torch.zeros(2, 20), stop_ids=torch.tensor([7, 8]),
-            target_cache=None, context=[],
-        )  # fmt: skip
+            tokens_RT=draw(9, 2, 20),
+            length_R=draw(8, 2) + 1,
+            end_R=draw(6, 2) + 9,
+            done_R=draw(4, 2) == 0,
+            temperature_R=torch.zeros(2),
+            uniforms_RT=torch.zeros(2, 20),
+            stop_ids=torch.tensor([7, 8]),
+            target_cache=None,
+            context=[],
+        )
         chosen, accepted = draw(9, 2, 4), draw(4, 2)
         wanted_tokens, wanted_length, wanted_done = [], [], []
         for r in range(2):
-            tokens, length, done = (
-                state.tokens_RT[r].tolist(),
-                int(state.length_R[r]),
-                bool(state.done_R[r]),
-            )
+            tokens = state.tokens_RT[r].tolist()
+            length, done = int(state.length_R[r]), bool(state.done_R[r])
             for token in [] if done else chosen[r, : int(accepted[r]) + 1].tolist():
                 tokens[length] = token
                 length += 1
@@ -171,14 +173,19 @@ def exact_distribution(target, prompt):
 
 
 def chi_square(target, drafter, samples=4000):
+    """Statistic of sampled against exact sequences, its 1 % limit, and the completions."""
     prompt = [1, 2, 3]
     sequences, probabilities = exact_distribution(target, prompt)
     assert abs(probabilities.sum().item() - 1) < 1e-9
     decoder = SpeculativeDecoder(target, drafter)
     completions = decoder.generate(
-        [prompt] * samples, max_new_tokens=3, temperature=1.0, seeds=list(range(samples)), stop_token_ids=(),
+        [prompt] * samples,
+        max_new_tokens=3,
+        temperature=1.0,
+        seeds=list(range(samples)),
+        stop_token_ids=(),
         batch_size=500,
-    )  # fmt: skip
+    )
     counts = dict.fromkeys(sequences, 0)
     for completion in completions:
         counts[tuple(completion.token_ids)] += 1

@@ -12,7 +12,7 @@ from dflow_lightning.rollout import Round, StepInputs, clean_forward
 
 
 def packed_logits(module, inputs: StepInputs):
-    """Logits of every round's blocks from the one forward of the training step, `[B, N, K, V]` each."""
+    """Logits of each round's blocks, `[B, N, K, V]`, from the one forward of the training step."""
     drafter = module.drafter
     context = drafter.context_kv(drafter.project(inputs.taps_BSC), inputs.positions_BS)
     x = torch.cat([module._round_inputs(inputs.batch, r) for r in inputs.rounds], dim=1)
@@ -39,7 +39,7 @@ def test_packed_training_forward_equals_cached_decoding(half_trained):
         for number, logits in enumerate(packed_logits(module, inputs)):
             current = inputs.rounds[number].anchors
             if not current.valid_BN.item():
-                break  # everything was accepted: the rollout ends here, decoding goes on without relay
+                break  # all accepted: the rollout ends here, decoding goes on without relay
             assert current.positions_BN.item() == state.anchor_R.item()
             hidden = module.drafter(
                 slot_embeddings(models, state), state.context, state.anchor_R.unsqueeze(1)

@@ -13,6 +13,7 @@ from dflow_lightning.rollout import Rollout
 def make_module(
     target_dir, *, relay=True, num_anchors=6, block_size=4, first_rejected=True
 ) -> DrafterModule:
+    """A module on the given target, with a drafter of two layers and the same weights each time."""
     torch.manual_seed(1)
     return DrafterModule(
         target=TargetConfig(path=str(target_dir)),
@@ -24,26 +25,18 @@ def make_module(
 
 def one_text(module: DrafterModule, prompt: list[int], length: int) -> Batch:
     """The target's greedy continuation of a prompt, as a batch of one supervised row."""
-    answer = (
-        module.decoder()
-        .generate_plain([prompt], max_new_tokens=length, stop_token_ids=())[0]
-        .token_ids
-    )
-    ids = torch.tensor([prompt + answer])
+    decoder = module.decoder()
+    answer = decoder.generate_plain([prompt], max_new_tokens=length, stop_token_ids=())[0]
+    ids = torch.tensor([prompt + answer.token_ids])
     mask = torch.zeros_like(ids, dtype=torch.bool)
     mask[:, len(prompt) :] = True
     return Batch(ids, mask, torch.tensor([17]))
 
 
 def rollout_of(module: DrafterModule, mode="online") -> Rollout:
-    return Rollout(
-        module.target,
-        module.drafter,
-        module.relay,
-        module.relay_config.first_rejected,
-        mode,
-        "data",
-    )
+    """Rollouts of a module against the data's tokens, as the callback makes them."""
+    first_rejected = module.relay_config.first_rejected
+    return Rollout(module.target, module.drafter, module.relay, first_rejected, mode, "data")
 
 
 def train(

@@ -84,12 +84,31 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def chosen_templates(corpus: Path, count: int, seed: int) -> set[str]:
+    """The math templates that drafters train on: a seeded choice of those the target knows."""
+    with (corpus / "train.jsonl").open() as file:
+        names = {row["template"] for row in map(json.loads, file) if row["family"] == "math"}
+    return set(sorted(names, key=lambda name: digest(f"{seed} template {name}"))[:count])
+
+
 def select(
-    path: Path, per_family: int, tokenizer: PreTrainedTokenizerBase, seed: int, mixed: bool
+    path: Path,
+    per_family: int,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    *,
+    mixed: bool,
+    math_templates: set[str] | None,
 ) -> list[Question]:
     """Distinct prompts of a split, `per_family` of each, in the order of their seeded hash."""
     with path.open() as file:
-        rows = {row["id"]: row for row in map(json.loads, file)}
+        rows = {
+            row["id"]: row
+            for row in map(json.loads, file)
+            if row["family"] != "math"
+            or math_templates is None
+            or row["template"] in math_templates
+        }
     order = sorted(rows, key=lambda row_id: digest(f"{seed} order {row_id}"))
     taken: Counter[str] = Counter()
     questions = []
@@ -246,14 +265,23 @@ def main(
     validation_per_family: int,
     test_per_family: int,
     unseen_per_family: int,
+    math_templates: int,
     max_new_tokens: int,
     batch_size: int,
     seed: int,
 ) -> None:
     model, tokenizer = load_target(target)
+    templates = chosen_templates(corpus, math_templates, seed)
     sizes = (train_per_family, validation_per_family, test_per_family, unseen_per_family)
     questions = {
-        split: select(corpus / f"{split}.jsonl", size, tokenizer, seed, mixed=split == "train")
+        split: select(
+            corpus / f"{split}.jsonl",
+            size,
+            tokenizer,
+            seed,
+            mixed=split == "train",
+            math_templates=None if split == "test_unseen" else templates,
+        )
         for split, size in zip(SPLITS, sizes, strict=True)
     }
     check_disjoint(questions)
@@ -262,6 +290,7 @@ def main(
         "target_sha256": hashlib.sha256((target / "model.safetensors").read_bytes()).hexdigest(),
         "settings": {
             "per_family": dict(zip(SPLITS, sizes, strict=True)),
+            "math_templates": sorted(templates),
             "max_new_tokens": max_new_tokens,
             "enable_thinking": False,
             "seed": seed,
@@ -295,6 +324,7 @@ if __name__ == "__main__":
     parser.add_argument("--validation-per-family", type=int, default=64)
     parser.add_argument("--test-per-family", type=int, default=64)
     parser.add_argument("--unseen-per-family", type=int, default=32)
+    parser.add_argument("--math-templates", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,11 +1,11 @@
 """Attention of draft blocks: every block sees the context before its anchor and its own slots.
 
 Scores against other blocks are never part of the result. Two formulations give the same numbers:
-`dense` puts context and blocks behind one boolean mask; `split` attends to the context and to the own
-block apart and merges the two by their log-sum-exp, so that no work is spent on other blocks.
+`dense` puts context and blocks behind one boolean mask; `split` attends to the context and to the
+own block apart and merges the two by their log-sum-exp, so that no work is spent on other blocks.
 
-Shapes: B batch, N blocks per sequence, K block size, L context length, H heads, E head size; keys and
-values have one head per query head already.
+Shapes: B batch, N blocks per sequence, K block size, L context length, H heads, E head size; keys
+and values have one head per query head already.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def block_attention(
-    q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor, anchors_BN: Tensor,
-    backend: Backend = "auto",
+    q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor,
+    anchors_BN: Tensor, backend: Backend = "auto",
 ) -> Tensor:  # fmt: skip
     """Attend from each block to `context < anchor` and to the block itself, non-causally.
 
@@ -72,9 +72,9 @@ class _SplitAttention(torch.autograd.Function):
     """Two flash attentions under one softmax.
 
     Forward: `out = out_c * exp(lse_c - lse) + out_b * exp(lse_b - lse)` with the joint
-    `lse = logaddexp(lse_c, lse_b)`. Backward: flash attention's gradient needs only the joint output
-    and log-sum-exp, so each part's own backward is called with those (the identity ring attention
-    rests on).
+    `lse = logaddexp(lse_c, lse_b)`. Backward: flash attention's gradient needs only the joint
+    output and log-sum-exp, so each part's own backward is called with those (the identity ring
+    attention rests on).
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Blocks of a draft: where they start, where they stand, what they are asked and what counts.
 
-A block is one anchor (slot 0: a committed, clean token) and K-1 mask slots; slot k predicts the token
-at its own position, `anchor + k`. Everything is at absolute positions.
+A block is one anchor (slot 0: a committed, clean token) and K-1 mask slots; slot k predicts the
+token at its own position, `anchor + k`. Everything is at absolute positions.
 
 Shapes: B batch, S sequence, N blocks per sequence, K block size, D hidden.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Anchors:
-    """Where the blocks of a sequence start. Invalid blocks keep their place, so shapes are fixed."""
+    """Where the blocks of a sequence start; invalid ones keep their place, so shapes are fixed."""
 
     positions_BN: Tensor
     valid_BN: Tensor
@@ -107,7 +107,7 @@ def slot_inputs(
     block_size: int,
     relay_BNKD: Tensor | None = None,
 ) -> Tensor:
-    """Input embeddings of a block, `[B, N, K, D]`: the anchor's token, then mask (+ relay) slots."""
+    """Input embeddings, `[B, N, K, D]`: the anchor's token, then the mask slots (plus relay)."""
     masks = mask_embed_D.expand(*anchor_embeds_BND.shape[:-1], block_size - 1, -1)
     if relay_BNKD is not None:
         masks = masks + relay_BNKD[..., 1:, :]

@@ -24,10 +24,8 @@ def embed_blocks(
     dtype = drafter.fc.weight.dtype
     correction = None
     if relay is not None and rows is not None:
-        bonus, rejected = (
-            target.embed(rows.bonus_BN).to(dtype),
-            target.embed(rows.rejected_BN).to(dtype),
-        )
+        bonus = target.embed(rows.bonus_BN).to(dtype)
+        rejected = target.embed(rows.rejected_BN).to(dtype)
         correction = relay(rows.h_BNKD, bonus, rejected, rows.valid_BNK)
     mask_id = anchor_ids_BN.new_tensor(drafter.dims.mask_token_id)
     return slot_inputs(

@@ -1,8 +1,8 @@
 """The DFlash drafter: Qwen3 layers whose keys and values also come from the target's hidden states.
 
-The same module trains on packed blocks and drafts from a cached context: context keys and values are
-made by `context_kv`, once per new row, and `forward` attends from blocks to whatever context it is
-given. Tensor names are those of the published DFlash checkpoints.
+The same module trains on packed blocks and drafts from a cached context: context keys and values
+are made by `context_kv`, once per new row, and `forward` attends from blocks to whatever context it
+is given. Tensor names are those of the published DFlash checkpoints.
 
 Shapes: B batch, S context rows, N blocks per sequence, K block size, L context length, D hidden,
 C tapped width (taps x D), H/G query/key-value heads, E head size.
@@ -32,7 +32,7 @@ class DrafterConfig:
         num_layers: decoder layers of the drafter.
         block_size: slots of a block, the anchor included: a block of 16 drafts 15 tokens.
         target_layer_ids: target layers whose outputs are the context features.
-        mask_token_id: embedding row of the mask slots; the first row after the tokenizer's by default.
+        mask_token_id: embedding row of the mask slots; by default the first after the tokenizer's.
         intermediate_size: width of the MLP.
         num_attention_heads: query heads.
         num_key_value_heads: key/value heads.
@@ -72,7 +72,8 @@ class DrafterDims:
     def __post_init__(self) -> None:
         if self.block_size < 2:
             raise InputError(
-                f"drafter.block_size is {self.block_size}; a block needs an anchor and a mask, give 2 or more"
+                f"drafter.block_size is {self.block_size}; a block needs an anchor and a mask, "
+                "give 2 or more"
             )
         if self.num_layers < 1:
             raise InputError(f"drafter.num_layers is {self.num_layers}; give 1 or more")
@@ -94,16 +95,14 @@ class DrafterDims:
             mask_token_id = len(target.tokenizer)
         check_mask_token_id(mask_token_id, target)
         heads = config.num_attention_heads or source.num_attention_heads
-        head_dim = (
-            config.head_dim or getattr(source, "head_dim", None) or source.hidden_size // heads
-        )
+        head_dim = config.head_dim or getattr(source, "head_dim", None)
         return cls(
             hidden_size=source.hidden_size,
             intermediate_size=config.intermediate_size or source.intermediate_size,
             num_layers=config.num_layers,
             num_attention_heads=heads,
             num_key_value_heads=config.num_key_value_heads or source.num_key_value_heads,
-            head_dim=head_dim,
+            head_dim=head_dim or source.hidden_size // heads,
             rms_norm_eps=source.rms_norm_eps,
             rope_parameters=dict(source.rope_parameters),
             max_position_embeddings=source.max_position_embeddings,
@@ -118,9 +117,10 @@ class DrafterDims:
     def qwen3_config(self) -> Qwen3Config:
         """The same numbers as a Qwen3 configuration, which serving stacks read."""
         return Qwen3Config(
-            hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, head_dim=self.head_dim,
+            hidden_size=self.hidden_size, intermediate_size=self.intermediate_size,
             num_hidden_layers=self.num_layers, num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads, rms_norm_eps=self.rms_norm_eps,
+            num_key_value_heads=self.num_key_value_heads, head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps,
             rope_parameters=dict(self.rope_parameters), vocab_size=self.vocab_size,
             max_position_embeddings=self.max_position_embeddings, tie_word_embeddings=False,
             initializer_range=self.initializer_range, attention_bias=False, attention_dropout=0.0,
@@ -136,11 +136,13 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]
 
 
 def check_target_layer_ids(layer_ids: list[int], num_target_layers: int) -> None:
+    """Raise `InputError` unless the taps are distinct layers below the target's last."""
     for index in layer_ids:
         if not 0 <= index < num_target_layers - 1:
             raise InputError(
-                f"drafter.target_layer_ids holds {index}; give ids between 0 and {num_target_layers - 2} (the last of "
-                f"the target's {num_target_layers} layers is normalised differently by serving stacks)"
+                f"drafter.target_layer_ids holds {index}; "
+                f"give ids between 0 and {num_target_layers - 2} (the last of the target's "
+                f"{num_target_layers} layers is normalised differently by serving stacks)"
             )
     if not layer_ids or len(set(layer_ids)) != len(layer_ids):
         raise InputError(
@@ -149,17 +151,19 @@ def check_target_layer_ids(layer_ids: list[int], num_target_layers: int) -> None
 
 
 def check_mask_token_id(mask_token_id: int, target: FrozenTarget) -> None:
+    """Raise `InputError` unless the mask has an embedding row that is no special token's."""
     if not 0 <= mask_token_id < target.vocab_size:
         raise InputError(
-            f"drafter.mask_token_id is {mask_token_id}, outside the target's embedding of {target.vocab_size} rows; "
-            "give the id of a row that no text produces"
+            f"drafter.mask_token_id is {mask_token_id}, outside the target's embedding of "
+            f"{target.vocab_size} rows; give the id of a row that no text produces"
         )
     special = {"eos_token": target.stop_token_ids, "pad_token": (target.tokenizer.pad_token_id,),
                "bos_token": (target.tokenizer.bos_token_id,)}  # fmt: skip
     for name, ids in special.items():
         if mask_token_id in ids:
             raise InputError(
-                f"drafter.mask_token_id is {mask_token_id}, the target's {name}; give the id of a row that no text produces"
+                f"drafter.mask_token_id is {mask_token_id}, the target's {name}; "
+                "give the id of a row that no text produces"
             )
 
 
@@ -172,9 +176,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(
-            x.dtype
-        ) * self.weight.to(x.dtype)
+        normed = nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
+        return normed.to(x.dtype) * self.weight.to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -184,10 +187,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = dims.head_dim
         self.group = dims.num_attention_heads // dims.num_key_value_heads
-        query, key = (
-            dims.num_attention_heads * dims.head_dim,
-            dims.num_key_value_heads * dims.head_dim,
-        )
+        query = dims.num_attention_heads * dims.head_dim
+        key = dims.num_key_value_heads * dims.head_dim
         self.q_proj = nn.Linear(dims.hidden_size, query, bias=False)
         self.k_proj = nn.Linear(dims.hidden_size, key, bias=False)
         self.v_proj = nn.Linear(dims.hidden_size, key, bias=False)
@@ -211,16 +212,17 @@ class Attention(nn.Module):
     ) -> Tensor:
         shape = (*x_BNKD.shape[:-1], -1, self.head_dim)
         q = rotate(self.q_norm(self.q_proj(x_BNKD).view(shape)).movedim(-2, 1), rope)
-        k_block, v_block = self.keys_values(x_BNKD, rope)
-        spread = (
+        k_block, v_block, k_context, v_context = (
             t.repeat_interleave(self.group, dim=1)
-            for t in (k_block, v_block, context.keys, context.values)
+            for t in (*self.keys_values(x_BNKD, rope), context.keys, context.values)
         )
-        out = block_attention(q, *spread, anchors_BN, backend)
+        out = block_attention(q, k_block, v_block, k_context, v_context, anchors_BN, backend)
         return self.o_proj(out.movedim(1, -2).flatten(-2))
 
 
 class MLP(nn.Module):
+    """Gated feed-forward layer with SiLU."""
+
     def __init__(self, dims: DrafterDims) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(dims.hidden_size, dims.intermediate_size, bias=False)
@@ -232,6 +234,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP, each with a residual connection."""
+
     def __init__(self, dims: DrafterDims) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
@@ -242,9 +246,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x_BNKD: Tensor, context: ContextKV, rope, anchors_BN: Tensor, backend: Backend
     ) -> Tensor:
-        x_BNKD = x_BNKD + self.self_attn(
-            self.input_layernorm(x_BNKD), context, rope, anchors_BN, backend
-        )
+        normed_BNKD = self.input_layernorm(x_BNKD)
+        x_BNKD = x_BNKD + self.self_attn(normed_BNKD, context, rope, anchors_BN, backend)
         return x_BNKD + self.mlp(self.post_attention_layernorm(x_BNKD))
 
 
@@ -269,7 +272,7 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                # Keeps the scale of its input at every width; about 0.02, Qwen3's own value, at 2,500.
+                # Keeps its input's scale at every width; at 2,500 about 0.02, Qwen3's own value.
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
         # A plain attribute, not a buffer: no cast of the module may touch the float32 frequencies.
         self._inverse_frequencies, self._rope_scale = rope_frequencies(dims)
@@ -284,12 +287,9 @@ class Drafter(nn.Module):
         return [ContextKV(*layer.self_attn.keys_values(h_BSD, rope)) for layer in self.layers]  # type: ignore[union-attr,operator]
 
     def forward(
-        self,
-        x_BNKD: Tensor,
-        context: list[ContextKV],
-        anchors_BN: Tensor,
+        self, x_BNKD: Tensor, context: list[ContextKV], anchors_BN: Tensor,
         backend: Backend = "auto",
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Hidden states of every slot, `[B, N, K, D]`, ready for the target's head.
 
         Args:
@@ -307,21 +307,22 @@ class Drafter(nn.Module):
         frequencies = self._inverse_frequencies.to(positions.device)
         angles = positions.unsqueeze(1).unsqueeze(-1).float() * frequencies
         angles = torch.cat([angles, angles], dim=-1)
-        return (angles.cos() * self._rope_scale).to(dtype), (angles.sin() * self._rope_scale).to(
-            dtype
-        )
+        cos, sin = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
+        return cos.to(dtype), sin.to(dtype)
 
 
 @torch.no_grad()
 def start_from_target(drafter: Drafter, target: FrozenTarget) -> None:
     """Copy what fits from the target, so that the drafter starts with working attention heads.
 
-    Each drafter layer takes the weights of the target layer that follows its tap, `fc` the mean of the
-    taps, and the final norm the target's. Parameters of another name or shape stay random.
+    Drafter layers take the weights of target layers spread evenly from the first to the last, `fc`
+    the mean of the taps, and the final norm the target's. Parameters of another name or shape stay
+    random.
     """
     dims = drafter.dims
-    for layer, tap in zip(drafter.layers, dims.target_layer_ids, strict=False):
-        source = target.layer_weights(tap + 1)
+    step = (dims.num_target_layers - 1) / max(1, dims.num_layers - 1)
+    for index, layer in enumerate(drafter.layers):
+        source = target.layer_weights(round(index * step))
         for name, parameter in layer.named_parameters():
             if name in source and source[name].shape == parameter.shape:
                 parameter.copy_(source[name])

@@ -1,4 +1,4 @@
-"""The block loss: cross-entropy on the data's tokens, weighted down with the distance to the anchor.
+"""The block loss: cross-entropy on the data's tokens, weighted down away from the anchor.
 
 Shapes: B batch, N blocks per sequence, K block size, D hidden, V vocabulary.
 """
@@ -39,6 +39,7 @@ class LossConfig:
             raise InputError(f"loss.chunk_blocks is {self.chunk_blocks}; give 1 or more")
 
     def decay(self, block_size: int) -> float:
+        """The decay `gamma` of the slot weights, given or from the block size."""
         if self.gamma is not None:
             return self.gamma
         return max(1.0, 4.0 + (block_size - 8) * 3.0 / 8.0)

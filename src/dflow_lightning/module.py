@@ -1,7 +1,7 @@
-"""The LightningModule: a frozen target, a trainable drafter and relay, and one loss over all rounds.
+"""The LightningModule: frozen target, trainable drafter and relay, and one loss over all rounds.
 
-DFlash, DFlash with self-conditioning and DFlow are settings of the same module: no relay and no rollout,
-rollout without relay, relay and rollout.
+DFlash, DFlash with self-conditioning and DFlow are settings of the same module: no relay and no
+rollout, rollout without relay, relay and rollout.
 
 Shapes: B batch, S sequence, N blocks per sequence, K block size, R rounds.
 """
@@ -70,13 +70,14 @@ class OptimizerConfig:
         if step < warmup:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, total - warmup))
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (
-            1 + math.cos(math.pi * progress)
-        )
+        cosine = 1 + math.cos(math.pi * progress)
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * cosine
 
 
 class DrafterModule(LightningModule):
     """Trains a block drafter against a frozen target."""
+
+    _slot_weights_K: Tensor
 
     def __init__(
         self,
@@ -141,6 +142,7 @@ class DrafterModule(LightningModule):
         return inputs
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss over the mask round and the rounds a rollout has made."""
         inputs = self._inputs or self.begin_step(batch)
         self._inputs = None
         loss, sums_R4 = self.objective(inputs)
@@ -150,9 +152,11 @@ class DrafterModule(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the mask round's loss and tau on the data's tokens."""
         self._log_held_out("val", batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """The same as validation, on the test split."""
         self._log_held_out("test", batch)
 
     def objective(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
@@ -214,8 +218,8 @@ class DrafterModule(LightningModule):
         weights = self.loss_config.round_weights or [1.0] * (num_rounds + 1)
         if len(weights) != num_rounds + 1 and self.training:
             raise InputError(
-                f"loss.round_weights has {len(weights)} numbers for {num_rounds + 1} rounds (the mask round and "
-                f"{num_rounds} rollout rounds); give one number a round"
+                f"loss.round_weights has {len(weights)} numbers for {num_rounds + 1} rounds "
+                f"(the mask round and {num_rounds} rollout rounds); give one number a round"
             )
         return weights[: num_rounds + 1]
 
@@ -250,6 +254,7 @@ class DrafterModule(LightningModule):
     # ---------------------------------------------------------------- optimizer and checkpoints
 
     def configure_optimizers(self) -> Any:
+        """AdamW, with its schedule stepped once per optimizer step."""
         config = self.optimizer_config
         optimizer = torch.optim.AdamW(
             self.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
@@ -261,6 +266,7 @@ class DrafterModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def setup(self, stage: str) -> None:
+        """Bring the target to the module's device, which Lightning does not know about."""
         self.target.to(self.device)
 
     def identity(self) -> dict[str, Any]:
@@ -273,30 +279,31 @@ class DrafterModule(LightningModule):
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what the module was built from."""
         checkpoint[CHECKPOINT_KEY] = self.identity() | {"target_config": asdict(self.target_config)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raise `InputError` when the checkpoint is of another drafter, relay or target."""
         saved, here = checkpoint.get(CHECKPOINT_KEY, {}), self.identity()
         for section in ("drafter", "relay"):
             for name, value in here[section].items():
                 if saved.get(section, {}).get(name, value) != value:
                     raise InputError(
-                        f"{section}.{name} is {value} but the checkpoint has {saved[section][name]}; "
-                        "resume with the recipe the run was started with"
+                        f"{section}.{name} is {value} but the checkpoint has "
+                        f"{saved[section][name]}; resume with the recipe the run was started with"
                     )
-        if (
-            saved.get("target_fingerprint", here["target_fingerprint"])
-            != here["target_fingerprint"]
-        ):
+        ours = here["target_fingerprint"]
+        theirs = saved.get("target_fingerprint", ours)
+        if theirs != ours:
             raise InputError(
-                f"model.target.path {self.target.name} is not the target of the checkpoint ({saved['target']}, "
-                f"fingerprint {saved['target_fingerprint'][:12]} against {here['target_fingerprint'][:12]}); "
+                f"model.target.path {self.target.name} is not the target of the checkpoint "
+                f"({saved['target']}, fingerprint {theirs[:12]} against {ours[:12]}); "
                 "resume with the same target"
             )
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, *, target: str | None = None) -> "DrafterModule":
-        """Rebuild a module from a checkpoint, on the target it was trained with or the one given."""
+        """Rebuild a module from a checkpoint, on the target it was trained with or a given one."""
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         saved = checkpoint.get(CHECKPOINT_KEY)
         if saved is None:
@@ -316,17 +323,12 @@ class DrafterModule(LightningModule):
     def _warm_start(self, folder: Path) -> None:
         loaded = load_export(folder, self.target)
         ours, theirs = self.drafter.dims, loaded.drafter.dims
-        for name in (
-            "block_size",
-            "num_layers",
-            "target_layer_ids",
-            "mask_token_id",
-            "intermediate_size",
-        ):
+        names = "block_size num_layers target_layer_ids mask_token_id intermediate_size"
+        for name in names.split():
             if getattr(ours, name) != getattr(theirs, name):
                 raise InputError(
-                    f"drafter.{name} is {getattr(ours, name)} but model.init_from {folder} has {getattr(theirs, name)}; "
-                    "set the recipe to the checkpoint's value"
+                    f"drafter.{name} is {getattr(ours, name)} but model.init_from {folder} has "
+                    f"{getattr(theirs, name)}; set the recipe to the checkpoint's value"
                 )
         self.drafter.load_state_dict(loaded.drafter.state_dict())
         if self.relay is not None and loaded.relay is not None:

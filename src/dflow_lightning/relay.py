@@ -76,7 +76,7 @@ def align(
 
 @dataclass(frozen=True)
 class RelayInput:
-    """What the relay is given for a set of blocks: `h` is `hidden_norm(fc(taps))` of the aligned rows."""
+    """What the relay gets for a set of blocks: `h` is `hidden_norm(fc(taps))` of aligned rows."""
 
     h_BNKD: Tensor
     valid_BNK: Tensor

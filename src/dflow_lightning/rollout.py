@@ -1,7 +1,7 @@
 """Reject-conditioned rollouts: what the drafter will meet at inference, made during training.
 
-Each round drafts with the current drafter, verifies the drafts in one forward of the frozen target on
-top of the clean sequence, finds the first rejected token, and moves the target's states on the
+Each round drafts with the current drafter, verifies the drafts in one forward of the frozen target
+on top of the clean sequence, finds the first rejected token, and moves the target's states on the
 rejected suffix to the next block. Shapes never depend on the data: blocks that end become invalid.
 
 Shapes: B batch, S sequence, N blocks per sequence, K block size, L cache slots, C tapped width.
@@ -39,6 +39,7 @@ class RelayRows:
     rejected_BN: Tensor
 
     def project(self, drafter: Drafter, *, detach: bool = False) -> RelayInput:
+        """The relay's input under the drafter's current projection; `detach` cuts its gradient."""
         h_BNKD = drafter.project(self.taps_BNKC)
         return RelayInput(
             h_BNKD.detach() if detach else h_BNKD, self.valid_BNK, self.bonus_BN, self.rejected_BN
@@ -64,6 +65,7 @@ class StepInputs:
 
     @property
     def positions_BS(self) -> Tensor:
+        """Absolute positions of the clean tokens."""
         ids_BS = self.batch.input_ids_BS
         return torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
 
@@ -107,6 +109,7 @@ class BlockLayout:
     def behind(
         cls, clean_length: int, capacity: int, anchors_BN: Tensor, block_size: int
     ) -> "BlockLayout":
+        """Blocks at `anchors_BN`, written after `clean_length` slots of a cache of `capacity`."""
         B, N = anchors_BN.shape
         slots_L = torch.arange(capacity, device=anchors_BN.device)
         own_NK = clean_length + torch.arange(N * block_size, device=anchors_BN.device).view(N, -1)
@@ -168,9 +171,8 @@ class Rollout:
         aligned_BNKC, valid_BNK = align(
             taps_BNKC, num_accepted_BN, K, first_rejected=self.first_rejected
         )
-        rejected_BN = drafts_BNK.gather(-1, num_accepted_BN.clamp(max=K - 2).unsqueeze(-1)).squeeze(
-            -1
-        )
+        first_rejected_BN1 = num_accepted_BN.clamp(max=K - 2).unsqueeze(-1)
+        rejected_BN = drafts_BNK.gather(-1, first_rejected_BN1).squeeze(-1)
         bonus_BN = batch.input_ids_BS.gather(1, following.positions_BN)
         valid_BNK = valid_BNK & following.valid_BN.unsqueeze(-1)
         return Round(following, RelayRows(aligned_BNKC, valid_BNK, bonus_BN, rejected_BN))
@@ -179,13 +181,18 @@ class Rollout:
     def verify(
         self, inputs: StepInputs, ids_BNK: Tensor, anchors_BN: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """One target forward over all drafted blocks: taps, and its argmax if that is the reference."""
+        """One target forward over all drafted blocks: taps, and argmax if that is the reference."""
         K, layer_ids = ids_BNK.shape[-1], self.drafter.dims.target_layer_ids
         length = inputs.batch.input_ids_BS.shape[1]
         layout = BlockLayout.behind(length, inputs.cache.capacity, anchors_BN, K)
         arguments = (
-            ids_BNK.flatten(1), layout.positions_BQ, inputs.cache, layout.slots_BQ, layout.visible_BQL, layer_ids
-        )  # fmt: skip
+            ids_BNK.flatten(1),
+            layout.positions_BQ,
+            inputs.cache,
+            layout.slots_BQ,
+            layout.visible_BQL,
+            layer_ids,
+        )
         shape = ids_BNK.shape[1:]
         if self.reference == "data":
             return self.target.features(*arguments).unflatten(1, shape), None
@@ -215,43 +222,53 @@ class OnlineRollout(Callback):
         """
         Args:
             num_rounds: reject-conditioned rounds after the mask round; 0 switches rollouts off.
-            num_anchors: blocks per sequence that are rolled out, a random subset of model.num_anchors.
-            mode: `online` is for use; `teacher_forced` and `clean_features` take the relay from paths that
-                inference never sees and `off` makes rounds without relay, all three for comparison.
-            reference: whether drafts are accepted against the `data`'s tokens or the `target`'s argmax (for
-                diagnosis).
+            num_anchors: blocks per sequence to roll out, a random subset of model.num_anchors.
+            mode: `online` is for use; `teacher_forced` and `clean_features` take the relay from
+                paths that inference never sees and `off` makes rounds without relay, all three for
+                comparison.
+            reference: whether drafts are accepted against the `data`'s tokens or the `target`'s
+                argmax (for diagnosis).
         """
         if num_rounds < 0:
             raise InputError(f"rollout.num_rounds is {num_rounds}; give 0 or more")
         if num_rounds and num_anchors < 1:
             raise InputError(
-                f"rollout.num_anchors is {num_anchors}; give 1 or more, or set rollout.num_rounds to 0"
+                f"rollout.num_anchors is {num_anchors}; give 1 or more, "
+                "or set rollout.num_rounds to 0"
             )
         self.num_rounds = num_rounds
         self.num_anchors = num_anchors
         self.mode: Mode = mode
         self.reference: Literal["data", "target"] = reference
 
-    def setup(self, trainer: Trainer, pl_module: "DrafterModule", stage: str) -> None:  # type: ignore[override]
+    def setup(  # type: ignore[override]
+        self, trainer: Trainer, pl_module: "DrafterModule", stage: str
+    ) -> None:
+        """Check the rounds against the module before training starts."""
         if stage == "fit":
             if self.num_rounds and self.num_anchors > pl_module.num_anchors:
                 raise InputError(
-                    f"rollout.num_anchors is {self.num_anchors} but model.num_anchors is {pl_module.num_anchors}; "
-                    "rolled-out blocks are a subset, give at most as many"
+                    f"rollout.num_anchors is {self.num_anchors} but model.num_anchors is "
+                    f"{pl_module.num_anchors}; rolled-out blocks are a subset, give at most as many"
                 )
             pl_module.check_round_weights(self.num_rounds)
 
     @torch.no_grad()
-    def on_train_batch_start(
+    def on_train_batch_start(  # type: ignore[override]
         self, trainer: Trainer, pl_module: "DrafterModule", batch: Any, batch_idx: int
-    ) -> None:  # type: ignore[override]
+    ) -> None:
+        """Begin the module's step and append the rollout rounds to it."""
         if not self.num_rounds:
             return
         extra = self.num_anchors * pl_module.drafter.dims.block_size
         with trainer.precision_plugin.forward_context():
             inputs = pl_module.begin_step(batch, extra_slots=extra)
             rollout = Rollout(
-                pl_module.target, pl_module.drafter, pl_module.relay, pl_module.relay_config.first_rejected,
-                self.mode, self.reference,
-            )  # fmt: skip
+                pl_module.target,
+                pl_module.drafter,
+                pl_module.relay,
+                pl_module.relay_config.first_rejected,
+                self.mode,
+                self.reference,
+            )
             rollout.extend(inputs, self.num_rounds, self.num_anchors)

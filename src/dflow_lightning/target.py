@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dflow_lightning.errors import InputError
@@ -25,7 +25,7 @@ FINGERPRINT_VALUES = 4096  # values hashed per tensor
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values in a buffer of fixed shape, written at the cache's current slots."""
+    """One layer's keys and values in a buffer of fixed shape, written at the cache's slots."""
 
     is_sliding = False
 
@@ -34,6 +34,7 @@ class SlotLayer(CacheLayerMixin):
         self._cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the buffers, `[B, G, L, E]`, once the shape of the states is known."""
         batch, heads, _, size = key_states.shape
         shape = (batch, heads, self._cache.capacity, size)
         self.keys = key_states.new_zeros(shape)
@@ -41,6 +42,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
+        """Write the new rows to the cache's slots; returns the whole buffers."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -52,12 +54,15 @@ class SlotLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask covers: always the whole buffer."""
         return self._cache.capacity, 0
 
     def get_seq_length(self) -> int:
+        """Zero: positions and masks are always given by the caller."""
         return 0
 
     def get_max_length(self) -> int:
+        """Slots of the buffer."""
         return self._cache.capacity
 
 
@@ -76,7 +81,7 @@ class SlotCache(Cache):
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """`hidden_BQD` is the input of the language-model head, `taps_BQC` the tapped layers side by side."""
+    """`hidden_BQD` is the input of the head, `taps_BQC` the tapped layers side by side."""
 
     hidden_BQD: Tensor
     taps_BQC: Tensor
@@ -124,7 +129,8 @@ class FrozenTarget:
         folder = Path(path)
         if folder.exists() and not (folder / "config.json").is_file():
             raise InputError(
-                f"target: {path} holds no config.json; give a folder saved by save_pretrained or a hub id"
+                f"target: {path} holds no config.json; "
+                "give a folder saved by save_pretrained or a hub id"
             )
         if not folder.exists() and (path.count("/") != 1 or path.startswith((".", "/"))):
             raise InputError(
@@ -141,19 +147,15 @@ class FrozenTarget:
             raise InputError(
                 f"target: {path} could not be loaded ({str(error).splitlines()[0]})"
             ) from error
-        return cls(model.to(device), tokenizer, path)
-
-    @staticmethod
-    def load_config(path: str) -> Any:
-        """The text configuration alone, without weights."""
-        return AutoConfig.from_pretrained(path).get_text_config()
+        return cls(model.to(device), tokenizer, path)  # type: ignore[arg-type]
 
     def _check_supported(self) -> None:
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise InputError(
-                f"target: {self.name} has layers of type {', '.join(sorted(kinds))}; only full attention "
-                "can be verified and rewound block by block, choose a target without other layers"
+                f"target: {self.name} has layers of type {', '.join(sorted(kinds))}; "
+                "only full attention can be verified and rewound block by block, "
+                "choose a target without other layers"
             )
         for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             if getattr(self.config, key, None) not in (None, 1.0):
@@ -163,10 +165,12 @@ class FrozenTarget:
 
     @property
     def hidden_size(self) -> int:
+        """Width of the hidden states, D."""
         return self.config.hidden_size
 
     @property
     def num_layers(self) -> int:
+        """Number of decoder layers."""
         return len(self._decoder.layers)
 
     @property
@@ -176,10 +180,12 @@ class FrozenTarget:
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return self._embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The type of the weights."""
         return self._embedding.weight.dtype
 
     def layer_weights(self, index: int) -> dict[str, Tensor]:
@@ -214,6 +220,7 @@ class FrozenTarget:
         return self._fingerprint
 
     def to(self, device: torch.device | str) -> FrozenTarget:
+        """Move the weights in place; returns the target itself."""
         self.model.to(device)
         return self
 
@@ -226,11 +233,12 @@ class FrozenTarget:
         return self._head(hidden.contiguous())  # a slice would be multiplied batch by batch
 
     def new_cache(self, capacity: int) -> SlotCache:
+        """An empty cache of `capacity` slots per request."""
         return SlotCache(self.num_layers, capacity)
 
     def forward(
-        self, ids_BQ: Tensor, positions_BQ: Tensor, cache: SlotCache, slots_BQ: Tensor, visible_BQL: Tensor,
-        target_layer_ids: list[int],
+        self, ids_BQ: Tensor, positions_BQ: Tensor, cache: SlotCache, slots_BQ: Tensor,
+        visible_BQL: Tensor, target_layer_ids: list[int],
     ) -> TargetOutput:  # fmt: skip
         """Run tokens through the target on top of a cache.
 
@@ -247,8 +255,8 @@ class FrozenTarget:
         )
 
     def features(
-        self, ids_BQ: Tensor, positions_BQ: Tensor, cache: SlotCache, slots_BQ: Tensor, visible_BQL: Tensor,
-        target_layer_ids: list[int],
+        self, ids_BQ: Tensor, positions_BQ: Tensor, cache: SlotCache, slots_BQ: Tensor,
+        visible_BQL: Tensor, target_layer_ids: list[int],
     ) -> Tensor:  # fmt: skip
         """The taps of `forward` alone, `[B, Q, C]`; layers above the highest tap do not run."""
         decoder = self._first_layers(max(target_layer_ids) + 1)
@@ -262,9 +270,12 @@ class FrozenTarget:
         cache.slots_BQ = slots_BQ
         self._wanted = dict.fromkeys(target_layer_ids)
         output = decoder(
-            input_ids=ids_BQ, position_ids=positions_BQ, attention_mask=visible_BQL.unsqueeze(1), use_cache=True,
+            input_ids=ids_BQ,
+            position_ids=positions_BQ,
+            attention_mask=visible_BQL.unsqueeze(1),
+            use_cache=True,
             **{self._cache_argument: cache},
-        )  # fmt: skip
+        )
         taps = [self._wanted[index] for index in target_layer_ids]
         self._wanted = {}
         return TargetOutput(

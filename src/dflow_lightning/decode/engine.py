@@ -6,9 +6,9 @@ Shapes: R requests, P prompt length, T token slots, G key/value heads, E head si
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.errors import InputError
 from dflow_lightning.relay import Relay
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.target import FrozenTarget, TargetOutput
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class SpeculativeDecoder:
         Args:
             prompts: token ids.
             temperature: 0 is greedy; above, the target samples and drafts must match the sample.
-            seeds: one a prompt; a prompt's sampled output depends on nothing else (0, 1, ... by default).
+            seeds: one a prompt (0, 1, ... by default); a prompt's sample depends on nothing else.
             relay: use the relay, where the drafter has one.
-            stop_token_ids: the target's end-of-sequence ids by default; an empty tuple never stops.
+            stop_token_ids: by default the target's end-of-sequence ids; an empty tuple never stops.
             batch_size: prompts decoded together.
 
         Raises:
@@ -138,17 +138,23 @@ class SpeculativeDecoder:
 
         def step(state: DecodeState) -> Tensor:
             position_R1 = state.anchor_R.unsqueeze(1)
-            hidden = self._target_forward(
-                state, state.tokens_RT.gather(1, position_R1), position_R1
-            ).hidden_BQD
-            chosen_R1 = self._choose(state, hidden, position_R1)
+            ids_R1 = state.tokens_RT.gather(1, position_R1)
+            output = self._target_forward(state, ids_R1, position_R1)
+            chosen_R1 = self._choose(state, output.hidden_BQD, position_R1)
             return commit(state, chosen_R1, torch.zeros_like(state.length_R))
 
-        return self._run(
-            prompts, seeds, batch_size, (max_new_tokens, temperature, stop_token_ids), None, step
-        )
+        options = (max_new_tokens, temperature, stop_token_ids)
+        return self._run(prompts, seeds, batch_size, options, None, step)
 
-    def _run(self, prompts, seeds, batch_size, options, models, step) -> list[Completion]:
+    def _run(
+        self,
+        prompts: list[list[int]],
+        seeds: list[int] | None,
+        batch_size: int,
+        options: tuple[int, float, tuple[int, ...] | None],
+        models: Models | None,
+        step: Callable[[DecodeState], Tensor],
+    ) -> list[Completion]:
         seeds = list(range(len(prompts))) if seeds is None else seeds
         completions: list[Completion] = []
         for first in range(0, len(prompts), batch_size):
@@ -177,7 +183,13 @@ class SpeculativeDecoder:
         return Completion(ids, accepted, "stop" if stopped else "length", seconds)
 
     def _prefill(
-        self, prompts, seeds, max_new_tokens, temperature, stop_token_ids, models
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: tuple[int, ...] | None,
+        models: Models | None,
     ) -> DecodeState:
         """Run the prompts through the target and commit each one's first token."""
         limit = self.target.config.max_position_embeddings
@@ -186,7 +198,8 @@ class SpeculativeDecoder:
                 raise InputError("prompt: no tokens; give a text that is not empty")
             if len(prompt) >= limit:
                 raise InputError(
-                    f"prompt: {len(prompt)} tokens do not fit the target's context of {limit}; give a shorter prompt"
+                    f"prompt: {len(prompt)} tokens do not fit the target's context of {limit}; "
+                    "give a shorter prompt"
                 )
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}; give 1 or more")
@@ -201,14 +214,18 @@ class SpeculativeDecoder:
         if models is not None:
             extend_context(models, state, output.taps_BQC, positions_RP)
         last_R1 = (state.length_R - 1).unsqueeze(1)
-        hidden_R1D = output.hidden_BQD.gather(
-            1, last_R1.unsqueeze(-1).expand(-1, -1, output.hidden_BQD.shape[-1])
-        )
+        index_R1D = last_R1.unsqueeze(-1).expand(-1, -1, output.hidden_BQD.shape[-1])
+        hidden_R1D = output.hidden_BQD.gather(1, index_R1D)
         commit(state, self._choose(state, hidden_R1D, last_R1), torch.zeros_like(state.length_R))
         return state
 
     def _empty_state(
-        self, prompts, seeds, max_new_tokens, temperature, stop_token_ids
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: tuple[int, ...] | None,
     ) -> DecodeState:
         device, dims = self.target.device, self.drafter.dims
         lengths = [len(prompt) for prompt in prompts]
@@ -241,7 +258,9 @@ class SpeculativeDecoder:
             ],
         )
 
-    def _target_forward(self, state: DecodeState, ids_RQ: Tensor, positions_RQ: Tensor) -> Any:
+    def _target_forward(
+        self, state: DecodeState, ids_RQ: Tensor, positions_RQ: Tensor
+    ) -> TargetOutput:
         visible = causal(positions_RQ, state.target_cache.capacity)
         return self.target.forward(
             ids_RQ,

@@ -36,6 +36,7 @@ class RoundTimer:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
+        """Append the seconds spent inside to `draft`, `verify`, `relay` or `commit`."""
         start = time.perf_counter()
         yield
         getattr(self, part).append(time.perf_counter() - start)
@@ -74,7 +75,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Verified:
-    """The target's choice after each row of a block, and its tapped states: `[R, K]`, `[R, K, C]`."""
+    """The target's choice after each row of a block, `[R, K]`, and its taps, `[R, K, C]`."""
 
     chosen_RK: Tensor
     taps_RKC: Tensor
@@ -99,6 +100,7 @@ def round_step(models: Models, state: DecodeState, timer: RoundTimer) -> Tensor:
 
 
 def slot_embeddings(models: Models, state: DecodeState) -> Tensor:
+    """Slot inputs of each request's next block, `[R, 1, K, D]`, with the relay if there is one."""
     anchor_ids_R1 = state.tokens_RT.gather(1, state.anchor_R.unsqueeze(1))
     return embed_blocks(models.target, models.drafter, models.relay, anchor_ids_R1, state.relay)
 
@@ -115,9 +117,13 @@ def verify(models: Models, state: DecodeState, drafts_RK: Tensor) -> Verified:
     ids_RK = torch.cat([state.tokens_RT.gather(1, anchor_R1), drafts_RK], dim=1)
     positions_RK = anchor_R1 + torch.arange(ids_RK.shape[1], device=ids_RK.device)
     output = models.target.forward(
-        ids_RK, positions_RK, state.target_cache, positions_RK, causal(positions_RK, state.target_cache.capacity),
+        ids_RK,
+        positions_RK,
+        state.target_cache,
+        positions_RK,
+        causal(positions_RK, state.target_cache.capacity),
         models.drafter.dims.target_layer_ids,
-    )  # fmt: skip
+    )
     logits_RKV = models.target.head(output.hidden_BQD)
     uniforms_RK = state.uniforms_RT.gather(1, positions_RK + 1)
     return Verified(choose(logits_RKV, state.temperature_R, uniforms_RK), output.taps_BQC)
@@ -131,15 +137,14 @@ def causal(positions_RQ: Tensor, capacity: int) -> Tensor:
 def extend_context(
     models: Models, state: DecodeState, taps_RKC: Tensor, positions_RK: Tensor | None = None
 ) -> Tensor:
-    """Write the drafter's context for all rows of a block and return their features `h`, `[R, K, D]`.
+    """Write the drafter's context for all rows of a block; returns their features `h`, `[R, K, D]`.
 
-    All rows are projected once, for context and relay alike. Rows on the rejected branch are written
-    too: the next block's anchor lies before them, so they are never seen.
+    All rows are projected once, for context and relay alike. Rows on the rejected branch are
+    written too: the next block's anchor lies before them, so they are never seen.
     """
     if positions_RK is None:
-        positions_RK = state.anchor_R.unsqueeze(1) + torch.arange(
-            taps_RKC.shape[1], device=taps_RKC.device
-        )
+        slots_K = torch.arange(taps_RKC.shape[1], device=taps_RKC.device)
+        positions_RK = state.anchor_R.unsqueeze(1) + slots_K
     h_RKD = models.drafter.project(taps_RKC.to(models.drafter.fc.weight.dtype))
     rows_R1 = torch.arange(taps_RKC.shape[0], device=taps_RKC.device).unsqueeze(1)
     new = models.drafter.context_kv(h_RKD, positions_RK)
@@ -152,7 +157,7 @@ def extend_context(
 def relay_input(
     models: Models, h_RKD: Tensor, drafts_RK: Tensor, chosen_RK: Tensor, num_accepted_R: Tensor
 ) -> RelayInput:
-    """Rows of the rejected suffix, aligned to the next block, with the bonus and the rejected token."""
+    """Rows of the rejected suffix, aligned to the next block, with bonus and rejected token."""
     K = h_RKD.shape[1]
     aligned_RKD, valid_RK = align(h_RKD, num_accepted_R, K, first_rejected=models.first_rejected)
     bonus_R1 = chosen_RK.gather(1, num_accepted_R.unsqueeze(1))
@@ -161,7 +166,7 @@ def relay_input(
 
 
 def commit(state: DecodeState, chosen_RK: Tensor, num_accepted_R: Tensor) -> Tensor:
-    """Append the accepted drafts and the bonus token; returns the tokens gained per request, `[R]`.
+    """Append the accepted drafts and the bonus token; returns the tokens gained, `[R]`.
 
     The accepted drafts equal the target's choices, so the choices are what is written. A request
     ends at its first stop token or when it is full.

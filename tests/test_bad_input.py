@@ -1,0 +1,220 @@
+"""Mistakes of the user, through the command line: exit status 2, one sentence, no traceback."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from conftest import random_target
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+
+from dflow_lightning.drafter import Drafter, DrafterConfig, DrafterDims
+from dflow_lightning.export import export_drafter
+from dflow_lightning.relay import Relay
+from dflow_lightning.target import FrozenTarget
+
+if TYPE_CHECKING:
+    from launch import Launcher, Result
+
+pytest_plugins = ["launch"]
+
+
+def export_to(folder: Path, target: FrozenTarget, *, relay_width: int = 96, **shape) -> Path:
+    """An untrained drafter of the shape that `run_options` ask for, except for what is given."""
+    given = {"num_layers": 1, "block_size": 4, "target_layer_ids": [0, 1, 2]} | shape
+    drafter = Drafter(DrafterDims.resolve(DrafterConfig(**given), target))
+    export_drafter(drafter, Relay(target.hidden_size, relay_width), target, folder, dtype="float32")
+    return folder
+
+
+def copy_of(target_dir: Path, folder: Path, **changes) -> Path:
+    """A target folder with some keys of its config.json changed."""
+    shutil.copytree(target_dir, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, tiny_target_dir: Path, tiny_target: FrozenTarget) -> dict[str, object]:
+    """What the cases below name in braces: folders, files and token ids."""
+    root = tmp_path_factory.mktemp("mistakes")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
+    (root / "empty.jsonl").write_text("\n")
+    unanswered = {"id": "q7", "messages": [{"role": "user", "content": "2 + 2"}]}
+    (root / "unanswered.jsonl").write_text(json.dumps(unanswered) + "\n")
+    (root / "long.jsonl").write_text(json.dumps({"prompt": "1" * 600, "answer": "2"}) + "\n")
+    (root / "broken.jsonl").write_text('{"prompt": "1", "answer": "2"}\n{"prompt": "1"\n')
+    with_sliding = Qwen3Config(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, use_sliding_window=True,
+        sliding_window=8, max_window_layers=2,
+    )  # fmt: skip
+    gpt2 = GPT2Config(
+        vocab_size=320, n_embd=64, n_layer=4, n_head=4, bos_token_id=None, eos_token_id=256
+    )
+    unfit = {"sliding": Qwen3ForCausalLM(with_sliding), "gpt2": GPT2LMHeadModel(gpt2)}
+    for name, model in unfit.items():
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    truncated = copy_of(tiny_target_dir, root / "truncated")
+    weights = truncated / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    return {
+        "root": root,
+        "rows": tiny_target.vocab_size,
+        "eos": tokenizer.eos_token_id,
+        "pad": tokenizer.pad_token_id,
+        "target": tiny_target_dir,
+        "other": random_target(root / "other", seed=9),
+        "larger": copy_of(tiny_target_dir, root / "larger", num_hidden_layers=6),
+        "drafter": export_to(root / "drafter", tiny_target),
+        "two_taps": export_to(root / "two_taps", tiny_target, target_layer_ids=[0, 1]),
+        "one_head": export_to(root / "one_head", tiny_target, num_key_value_heads=1),
+        "wide_relay": export_to(root / "wide_relay", tiny_target, relay_width=64),
+    }
+
+
+def refused(done: "Result", sentence: str) -> None:
+    assert done.status == 2, done.err
+    assert len(done.err.splitlines()) == 1, done.err
+    assert done.err.startswith("error: ")
+    assert sentence in done.err
+
+
+TARGET = {
+    "--model.target.path=nowhere/at/all": "target: nowhere/at/all does not exist",
+    "--model.target.path=recipes/tiny-qwen": "target: recipes/tiny-qwen does not exist",
+    "--model.target.path={root}": "holds no config.json",
+    "--model.target.path={root}/sliding": "layers of type full_attention, sliding_attention",
+    "--model.target.path={root}/gpt2": "target: ",
+    "--model.target.path={root}/truncated": "could not be loaded",
+    "--model.target.path={larger}": "lacks the weights of",
+    "--model.target.dtype=float8": "model.target.dtype",
+    "--model.target.attn_implementation=flesh": "could not be loaded",
+}
+DRAFTER = {
+    "--model.drafter.mask_token_id={eos}": "drafter.mask_token_id is {eos}, the target's eos_token",
+    "--model.drafter.mask_token_id={pad}": "drafter.mask_token_id is {pad}, the target's pad_token",
+    "--model.drafter.mask_token_id={rows}": "outside the target's embedding of {rows} rows",
+    "--model.drafter.mask_token_id=-1": "outside the target's embedding of {rows} rows",
+    "--model.drafter.mask_token_id=65": "drafter.mask_token_id is 65, ",
+    "--model.drafter.target_layer_ids=[-1,1]": "holds -1; give ids between 0 and 2",
+    "--model.drafter.target_layer_ids=[0,3]": "holds 3; give ids between 0 and 2",
+    "--model.drafter.target_layer_ids=[0,9]": "holds 9; give ids between 0 and 2",
+    "--model.drafter.target_layer_ids=[1,1]": "at least one id and none twice",
+    "--model.drafter.target_layer_ids=[]": "at least one id and none twice",
+    "--model.drafter.block_size=1": "drafter.block_size is 1; ",
+    "--model.drafter.block_size=0": "drafter.block_size is 0; ",
+    "--model.drafter.num_layers=0": "drafter.num_layers is 0; ",
+    "--model.drafter.intermediate_size=0": "drafter.intermediate_size is 0; ",
+    "--model.drafter.num_attention_heads=3": "drafter.num_attention_heads is 3",
+    "--model.drafter.head_dim=15": "drafter.head_dim is 15; ",
+    "--model.drafter.blok_size=4": "did you mean 'model.drafter.block_size'?",
+}
+WARM_START = {
+    "--model.init_from=nowhere": "nowhere does not exist",
+    "--model.init_from={two_taps}": "drafter.target_layer_ids is [0, 1, 2] but model.init_from",
+    "--model.init_from={one_head}": "drafter.num_key_value_heads is 2 but model.init_from",
+    "--model.init_from={wide_relay}": "relay.hidden_size is 128 but model.init_from",
+}
+METHOD = {
+    "--model.num_anchors=0": "model.num_anchors is 0; ",
+    "--rollout.num_anchors=7": "rollout.num_anchors is 7 but model.num_anchors is 6",
+    "--rollout.num_anchors=0": "rollout.num_anchors is 0; ",
+    "--rollout.num_rounds=-1": "rollout.num_rounds is -1; ",
+    "--rollout.mode=onlin": "rollout.mode",
+    "--rollout.reference=argmax": "rollout.reference",
+    "--model.relay.hidden_size=0": "relay.hidden_size is 0; ",
+    "--model.loss.round_weights=[1,1]": "loss.round_weights has 2 numbers for 3 rounds",
+    "--model.loss.round_weights=[0,0,0]": "loss.round_weights is [0.0, 0.0, 0.0]; ",
+    "--model.loss.round_weights=[1,-1,1]": "loss.round_weights is [1.0, -1.0, 1.0]; ",
+    "--model.loss.gamma=0": "loss.gamma is 0.0; ",
+    "--model.loss.chunk_blocks=0": "loss.chunk_blocks is 0; ",
+    "--model.optimizer.lr=fast": "model.optimizer.lr",
+    "--model.optimizer.lr=-0.1": "optimizer.lr is -0.1; ",
+    "--model.optimizer.betas=[0.9,1.0]": "optimizer.betas is (0.9, 1.0); ",
+    "--model.optimizer.weight_decay=-1": "optimizer.weight_decay is -1.0; ",
+    "--model.optimizer.warmup_ratio=2": "optimizer.warmup_ratio is 2.0; ",
+}
+DATA = {
+    "--data.train=nowhere.jsonl": "data.train: nowhere.jsonl does not exist",
+    "--data.train={root}/empty.jsonl": "is empty; it needs at least one row",
+    "--data.train={root}/unanswered.jsonl": "(id 'q7') has no supervised token",
+    "--data.train={root}/broken.jsonl": "line 2 of",
+    "--data.max_length=10": "are longer than data.max_length 10",
+    "--data.batch_size=0": "data.batch_size is 0; ",
+    "--data.supervise=some": "data.supervise",
+}
+
+
+@pytest.mark.parametrize("option", [*TARGET, *DRAFTER, *WARM_START, *METHOD, *DATA])
+def test_fit(
+    option: str, launch: "Launcher", recipe: Path, run_options: list[str], places: dict[str, object]
+) -> None:
+    sentence = (TARGET | DRAFTER | WARM_START | METHOD | DATA)[option]
+    done = launch("fit", "--config", recipe, *run_options, option.format_map(places))
+    refused(done, sentence.format_map(places))
+    assert not (launch.folder / "runs/small/checkpoints").exists()
+
+
+def test_fit_rows_longer_than_the_targets_context(
+    launch: "Launcher", recipe: Path, run_options: list[str], places: dict[str, object]
+) -> None:
+    done = launch(
+        "fit", "--config", recipe, *run_options, f"--data.train={places['root']}/long.jsonl"
+    )
+    refused(done, "context")
+
+
+def test_fit_without_its_recipe_file(launch: "Launcher") -> None:
+    refused(launch("fit", "--config", "nowhere.yaml"), "nowhere.yaml")
+
+
+def test_fit_with_a_recipe_that_is_no_yaml(launch: "Launcher", recipe: Path) -> None:
+    recipe.write_text("model: {drafter: [\n")
+    refused(launch("fit", "--config", recipe), "small.yaml")
+
+
+DECODE = {
+    "--target=nowhere/at/all": "target: nowhere/at/all does not exist",
+    "--target={other}": "give that target",
+    "--target={root}/sliding": "layers of type full_attention, sliding_attention",
+    "--drafter=nowhere": "drafter: nowhere does not exist",
+    "--drafter={target}": "drafter: ",
+    "--prompt={long}": "the context of {target} ends at 512",
+    "--prompt= ": "prompt is empty",
+    "--prompts=nowhere.jsonl": "give one of --prompt and --prompts",
+    "--temperature=-1": "temperature is -1.0; ",
+    "--temperature=nan": "temperature is nan; ",
+    "--temperature=hot": "temperature",
+    "--max_new_tokens=0": "max_new_tokens is 0; ",
+    "--relay=maybe": "relay",
+    "--temprature=1": "unknown key 'temprature'; did you mean 'temperature'?",
+}
+
+
+@pytest.mark.parametrize("option", DECODE)
+def test_decode(option: str, launch: "Launcher", places: dict[str, object]) -> None:
+    values = places | {"long": "1" * 600}
+    given = {"--target": places["target"], "--drafter": places["drafter"], "--prompt": "hello"}
+    key, _, value = option.format_map(values).partition("=")
+    done = launch("decode", *(f"{name}={text}" for name, text in (given | {key: value}).items()))
+    refused(done, DECODE[option].format_map(values))
+    assert done.out == ""
+
+
+def test_decode_of_a_bad_file(launch: "Launcher", places: dict[str, object]) -> None:
+    given = [f"--target={places['target']}", f"--drafter={places['drafter']}"]
+    for name, sentence in {"empty": "is empty", "broken": "line 2 of", "long": "context"}.items():
+        refused(launch("decode", *given, f"--prompts={places['root']}/{name}.jsonl"), sentence)
+
+
+def test_validation_is_checked_before_the_first_step(
+    launch: "Launcher", recipe: Path, run_options: list[str]
+) -> None:
+    done = launch("fit", "--config", recipe, *run_options, "--validation.temperature=-1")
+    refused(done, "temperature is -1.0; ")
+    assert not torch.is_grad_enabled() or "step 1" not in done.out
