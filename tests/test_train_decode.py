@@ -6,8 +6,8 @@ from training import make_module, one_text, rollout_of, train
 
 from dflow_lightning.blocks import Anchors
 from dflow_lightning.decode import RoundTimer
-from dflow_lightning.decode.rounds import Models, round_step, slot_embeddings
-from dflow_lightning.draft import embed_blocks
+from dflow_lightning.decode.rounds import Models, round_step
+from dflow_lightning.draft import embed_blocks, relay_correction
 from dflow_lightning.rollout import Round, StepInputs, clean_forward
 
 
@@ -15,12 +15,21 @@ def packed_logits(module, inputs: StepInputs):
     """Logits of each round's blocks, `[B, N, K, V]`, from the one forward of the training step."""
     drafter = module.drafter
     context = drafter.context_kv(drafter.project(inputs.taps_BSC), inputs.positions_BS)
-    x = torch.cat([module._round_inputs(inputs.batch, r) for r in inputs.rounds], dim=1)
+    x = torch.cat([module.round_inputs(inputs.batch, r) for r in inputs.rounds], dim=1)
     anchors = torch.cat([r.anchors.positions_BN for r in inputs.rounds], dim=1)
     hidden = drafter(x, context, anchors)
     return module.target.head(hidden).split(
         [r.anchors.positions_BN.shape[1] for r in inputs.rounds], dim=1
     )
+
+
+def decoding_inputs(models, state):
+    """Slot inputs of the block that decoding drafts next."""
+    correction = None
+    if state.relay is not None:
+        correction = relay_correction(models.target, models.relay, state.relay)
+    anchor_ids = state.tokens_RT.gather(1, state.anchor_R.unsqueeze(1))
+    return embed_blocks(models.target, models.drafter, anchor_ids, correction)
 
 
 @torch.no_grad()
@@ -41,9 +50,8 @@ def test_packed_training_forward_equals_cached_decoding(half_trained):
             if not current.valid_BN.item():
                 break  # all accepted: the rollout ends here, decoding goes on without relay
             assert current.positions_BN.item() == state.anchor_R.item()
-            hidden = module.drafter(
-                slot_embeddings(models, state), state.context, state.anchor_R.unsqueeze(1)
-            )
+            x = decoding_inputs(models, state)
+            hidden = module.drafter(x, state.context, state.anchor_R.unsqueeze(1))
             difference = (module.target.head(hidden) - logits).abs().max()
             assert difference <= 1e-4, (prompt_length, number, difference)
             compared += number > 0
@@ -103,7 +111,7 @@ def test_nothing_at_or_after_the_anchor_reaches_a_block(half_trained, backend):
             module.target, batch._replace(input_ids_BS=ids), drafter.dims.target_layer_ids, 0
         )
         context = drafter.context_kv(drafter.project(features.taps_BSC), features.positions_BS)
-        x = embed_blocks(module.target, drafter, None, batch.input_ids_BS.gather(1, anchors), None)
+        x = embed_blocks(module.target, drafter, batch.input_ids_BS.gather(1, anchors), None)
         return module.target.head(drafter(x, context, anchors, backend))
 
     before = logits(batch.input_ids_BS)
@@ -136,7 +144,8 @@ def test_one_sentence_learned_by_heart_is_drafted_whole(tiny_target_dir, tmp_pat
     module = make_module(tiny_target_dir, num_anchors=16)
     batch = one_text(module, [3, 5, 7, 9], 40)
     train(module, batch, 300, lr=2e-3)
-    export_drafter(module, tmp_path / "drafter", dtype="float32")
+    parts = (module.drafter, module.relay, module.target)
+    export_drafter(*parts, tmp_path / "drafter", dtype="float32")
     decoder = SpeculativeDecoder.from_export(tmp_path / "drafter", str(tiny_target_dir))
     ids = batch.input_ids_BS[0].tolist()
     completion = decoder.generate([ids[:4]], max_new_tokens=37, stop_token_ids=())[0]

@@ -28,6 +28,15 @@ def leading_run(hits: Tensor) -> Tensor:
     return hits.long().cumprod(-1).sum(-1)
 
 
+def position_uniforms(seed: int, length: int) -> Tensor:
+    """The sampling noise of a request: one uniform number per absolute position, `[length]`.
+
+    The first numbers do not depend on how many are drawn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(length, generator=generator, dtype=torch.float64)
+
+
 def choose(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Tensor:
     """The target's token for each row: the argmax, or a sample at its temperature.
 

@@ -204,10 +204,6 @@ def quiet() -> None:
         logging.getLogger(name).setLevel("ERROR")
     # Lightning against a newer torch; nothing a user can change.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-    if not sys.stderr.isatty():
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
 
 
 def run(args: Sequence[str]) -> int:

@@ -13,26 +13,24 @@ from dflow_lightning.relay import Relay, RelayInput
 from dflow_lightning.target import FrozenTarget
 
 
+def relay_correction(target: FrozenTarget, relay: Relay, rows: RelayInput) -> Tensor:
+    """What the relay adds to the mask slots, `[B, N, K, D]`."""
+    bonus = target.embed(rows.bonus_BN).to(rows.h_BNKD.dtype)
+    rejected = target.embed(rows.rejected_BN).to(rows.h_BNKD.dtype)
+    return relay(rows.h_BNKD, bonus, rejected, rows.valid_BNK)
+
+
 def embed_blocks(
-    target: FrozenTarget,
-    drafter: Drafter,
-    relay: Relay | None,
-    anchor_ids_BN: Tensor,
-    rows: RelayInput | None,
+    target: FrozenTarget, drafter: Drafter, anchor_ids_BN: Tensor, correction_BNKD: Tensor | None
 ) -> Tensor:
     """Slot inputs, `[B, N, K, D]`: the anchor's embedding, then masks corrected by the relay."""
     dtype = drafter.fc.weight.dtype
-    correction = None
-    if relay is not None and rows is not None:
-        bonus = target.embed(rows.bonus_BN).to(dtype)
-        rejected = target.embed(rows.rejected_BN).to(dtype)
-        correction = relay(rows.h_BNKD, bonus, rejected, rows.valid_BNK)
     mask_id = anchor_ids_BN.new_tensor(drafter.dims.mask_token_id)
     return slot_inputs(
         target.embed(anchor_ids_BN).to(dtype),
         target.embed(mask_id).to(dtype),
         drafter.dims.block_size,
-        correction,
+        correction_BNKD,
     )
 
 

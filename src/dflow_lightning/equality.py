@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflow_lightning.acceptance import position_uniforms
 from dflow_lightning.target import FrozenTarget
 
 TIE = 1e-4
@@ -51,12 +52,6 @@ def first_difference(token_ids: list[int], plain_ids: list[int]) -> int | None:
 
 def _at(token_ids: list[int], position: int) -> int | None:
     return token_ids[position] if position < len(token_ids) else None
-
-
-def uniform_at(seed: int, position: int) -> float:
-    """The number with which the decoder samples the token at an absolute position."""
-    generator = torch.Generator().manual_seed(seed)
-    return float(torch.rand(position + 1, generator=generator, dtype=torch.float64)[position])
 
 
 def choice_margin(logits_V: Tensor, token: int, temperature: float, uniform: float) -> float:
@@ -99,7 +94,10 @@ class EqualityCheck:
         margin = None
         if token is not None and plain_token is not None:
             prefix = prompt_ids + plain_ids[:position]
-            logits_V, uniform = self._logits(prefix), uniform_at(seed, len(prefix))
+            logits_V, uniform = (
+                self._logits(prefix),
+                float(position_uniforms(seed, len(prefix) + 1)[-1]),
+            )
             margin = max(
                 choice_margin(logits_V, one, temperature, uniform) for one in (token, plain_token)
             )

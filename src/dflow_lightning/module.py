@@ -19,7 +19,6 @@ from dflow_lightning.acceptance import leading_run
 from dflow_lightning.blocks import draw_anchors, slot_labels
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.draft import embed_blocks
 from dflow_lightning.drafter import Drafter, DrafterConfig, DrafterDims, start_from_target
 from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.errors import InputError
@@ -171,7 +170,7 @@ class DrafterModule(LightningModule):
         batch, drafter, K = inputs.batch, self.drafter, self.drafter.dims.block_size
         context = drafter.context_kv(drafter.project(inputs.taps_BSC), inputs.positions_BS)
         anchors_BN = torch.cat([r.anchors.positions_BN for r in inputs.rounds], dim=1)
-        x_BNKD = torch.cat([self._round_inputs(batch, r) for r in inputs.rounds], dim=1)
+        x_BNKD = torch.cat([self.round_inputs(batch, r) for r in inputs.rounds], dim=1)
         hidden_BNKD = drafter(x_BNKD, context, anchors_BN)
 
         targets = [
@@ -203,12 +202,10 @@ class DrafterModule(LightningModule):
             loss = loss + sum((p * 0.0).sum() for p in self.relay.parameters())
         return loss * self.trainer.world_size if self._trainer is not None else loss, totals_R4
 
-    def _round_inputs(self, batch: Batch, current: Round) -> Tensor:
-        anchor_ids_BN = batch.input_ids_BS.gather(1, current.anchors.positions_BN)
-        rows = None
-        if current.relay is not None:
-            rows = current.relay.project(self.drafter, detach=self.relay_config.detach_features)
-        return embed_blocks(self.target, self.drafter, self.relay, anchor_ids_BN, rows)
+    def round_inputs(self, batch: Batch, current: Round) -> Tensor:
+        """Slot inputs of one round, with gradient through the relay."""
+        detach = self.relay_config.detach_features
+        return current.embed(batch, self.target, self.drafter, self.relay, detach=detach)
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self.target.head(hidden.to(self.target.dtype))

@@ -17,7 +17,7 @@ from torch import Tensor
 from dflow_lightning.acceptance import accept
 from dflow_lightning.blocks import Anchors, next_anchors, slot_labels, slot_positions
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.draft import draft_tokens, embed_blocks
+from dflow_lightning.draft import draft_tokens, embed_blocks, relay_correction
 from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.relay import Relay, RelayInput, align
@@ -52,6 +52,23 @@ class Round:
 
     anchors: Anchors
     relay: RelayRows | None = None
+
+    def embed(
+        self,
+        batch: Batch,
+        target: FrozenTarget,
+        drafter: Drafter,
+        relay: Relay | None,
+        *,
+        detach: bool = False,
+    ) -> Tensor:
+        """Slot inputs of the round's blocks, `[B, N, K, D]`."""
+        anchor_ids_BN = batch.input_ids_BS.gather(1, self.anchors.positions_BN)
+        correction = None
+        if relay is not None and self.relay is not None:
+            rows = self.relay.project(drafter, detach=detach)
+            correction = relay_correction(target, relay, rows)
+        return embed_blocks(target, drafter, anchor_ids_BN, correction)
 
 
 @dataclass
@@ -148,8 +165,7 @@ class Rollout:
         batch, dims = inputs.batch, self.drafter.dims
         K, anchors = dims.block_size, current.anchors
         anchor_ids_BN = batch.input_ids_BS.gather(1, anchors.positions_BN)
-        rows = current.relay.project(self.drafter) if current.relay else None
-        x_BNKD = embed_blocks(self.target, self.drafter, self.relay, anchor_ids_BN, rows)
+        x_BNKD = current.embed(batch, self.target, self.drafter, self.relay)
         drafts_BNK = draft_tokens(self.target, self.drafter, x_BNKD, context, anchors.positions_BN)
         labels_BNK, supervised_BNK = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
 

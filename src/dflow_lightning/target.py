@@ -10,6 +10,7 @@ import copy
 import hashlib
 import inspect
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.utils.logging import disable_progress_bar
 
 from dflow_lightning.errors import InputError
 
@@ -136,6 +138,8 @@ class FrozenTarget:
             raise InputError(
                 f"target: {path} does not exist; give a folder saved by save_pretrained or a hub id"
             )
+        if not sys.stderr.isatty():
+            disable_progress_bar()
         if dtype == "auto":
             dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
         try:
@@ -208,12 +212,14 @@ class FrozenTarget:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the weights: names, shapes and a strided sample of every tensor, in float32."""
+        """Hash of the weights: names, shapes and a strided sample of every tensor, in bfloat16."""
         if not hasattr(self, "_fingerprint"):
             digest = hashlib.sha256()
             for name, tensor in sorted(self.model.state_dict().items()):
                 flat = tensor.detach().flatten()
-                sample = flat[:: max(1, flat.numel() // FINGERPRINT_VALUES)].float().cpu()
+                sample = flat[:: max(1, flat.numel() // FINGERPRINT_VALUES)]
+                # Rounded, so that the dtype a target is loaded in does not matter.
+                sample = sample.to(torch.bfloat16).float().cpu()
                 digest.update(json.dumps([name, list(tensor.shape)]).encode())
                 digest.update(sample.numpy().tobytes())
             self._fingerprint = digest.hexdigest()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dflow_lightning.acceptance import choose
+from dflow_lightning.acceptance import choose, position_uniforms
 from dflow_lightning.decode.rounds import (
     DecodeState,
     Models,
@@ -236,10 +236,6 @@ class SpeculativeDecoder:
         tokens_RT = torch.zeros(len(prompts), slots, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens_RT[row, : len(prompt)] = torch.tensor(prompt)
-        uniforms = [
-            torch.rand(slots, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            for seed in seeds
-        ]
         stop_ids = self.target.stop_token_ids if stop_token_ids is None else stop_token_ids
         shape = (len(prompts), dims.num_key_value_heads, slots, dims.head_dim)
         weight = self.drafter.fc.weight
@@ -249,7 +245,7 @@ class SpeculativeDecoder:
             end_R=end_R.to(device),
             done_R=torch.zeros(len(prompts), dtype=torch.bool, device=device),
             temperature_R=torch.full((len(prompts),), float(temperature), device=device),
-            uniforms_RT=torch.stack(uniforms).to(device),
+            uniforms_RT=torch.stack([position_uniforms(seed, slots) for seed in seeds]).to(device),
             stop_ids=torch.tensor(stop_ids, dtype=torch.long, device=device),
             target_cache=self.target.new_cache(slots),
             context=[

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.acceptance import accept, choose
-from dflow_lightning.draft import draft_tokens, embed_blocks
+from dflow_lightning.draft import draft_tokens, embed_blocks, relay_correction
 from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.relay import Relay, RelayInput, align
 from dflow_lightning.target import FrozenTarget, SlotCache
@@ -83,10 +83,13 @@ class Verified:
 
 def round_step(models: Models, state: DecodeState, timer: RoundTimer) -> Tensor:
     """Run one round for every request; returns the number of tokens each one gained, `[R]`."""
-    with timer.measure("relay"):
-        x_RNKD = slot_embeddings(models, state)
+    correction = None
+    if models.relay is not None:
+        with timer.measure("relay"):
+            if state.relay is not None:
+                correction = relay_correction(models.target, models.relay, state.relay)
     with timer.measure("draft"):
-        drafts_RK = draft(models, state, x_RNKD)
+        drafts_RK = draft(models, state, correction)
     with timer.measure("verify"):
         verified = verify(models, state, drafts_RK)
     with timer.measure("commit"):
@@ -99,16 +102,12 @@ def round_step(models: Models, state: DecodeState, timer: RoundTimer) -> Tensor:
     return gained_R
 
 
-def slot_embeddings(models: Models, state: DecodeState) -> Tensor:
-    """Slot inputs of each request's next block, `[R, 1, K, D]`, with the relay if there is one."""
-    anchor_ids_R1 = state.tokens_RT.gather(1, state.anchor_R.unsqueeze(1))
-    return embed_blocks(models.target, models.drafter, models.relay, anchor_ids_R1, state.relay)
-
-
-def draft(models: Models, state: DecodeState, x_RNKD: Tensor) -> Tensor:
+def draft(models: Models, state: DecodeState, correction_RNKD: Tensor | None) -> Tensor:
     """Draft tokens of slots 1..K-1, `[R, K-1]`, in one drafter forward (N = 1 block a request)."""
-    anchors_R1 = state.anchor_R.unsqueeze(1)
-    return draft_tokens(models.target, models.drafter, x_RNKD, state.context, anchors_R1).squeeze(1)
+    anchor_R1 = state.anchor_R.unsqueeze(1)
+    anchor_ids_R1 = state.tokens_RT.gather(1, anchor_R1)
+    x_RNKD = embed_blocks(models.target, models.drafter, anchor_ids_R1, correction_RNKD)
+    return draft_tokens(models.target, models.drafter, x_RNKD, state.context, anchor_R1).squeeze(1)
 
 
 def verify(models: Models, state: DecodeState, drafts_RK: Tensor) -> Verified:
