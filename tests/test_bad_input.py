@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from conftest import random_target
+from targets import random_target
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from dflow_lightning.drafter import Drafter, DrafterConfig, DrafterDims

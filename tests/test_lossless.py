@@ -143,7 +143,7 @@ def test_commit_equals_loops():
 @pytest.fixture(scope="module")
 def small_vocabulary(tmp_path_factory):
     """A target of five tokens that matter, and a drafter that often guesses them."""
-    from conftest import random_target
+    from targets import random_target
 
     target = FrozenTarget.load(
         str(random_target(tmp_path_factory.mktemp("small"), seed=3, scale=6.0))

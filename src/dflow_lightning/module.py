@@ -167,15 +167,31 @@ class DrafterModule(LightningModule):
         Returns:
             the scalar loss and `[R, 4]`: weighted loss, weight, accepted drafts and blocks.
         """
-        batch, drafter, K = inputs.batch, self.drafter, self.drafter.dims.block_size
-        context = drafter.context_kv(drafter.project(inputs.taps_BSC), inputs.positions_BS)
-        anchors_BN = torch.cat([r.anchors.positions_BN for r in inputs.rounds], dim=1)
-        x_BNKD = torch.cat([self.round_inputs(batch, r) for r in inputs.rounds], dim=1)
-        hidden_BNKD = drafter(x_BNKD, context, anchors_BN)
+        sums_R4 = self._round_sums(inputs, self._forward_blocks(inputs))
+        totals_R4 = self._all_reduce(sums_R4.detach().clone())
+        round_weights = self.check_round_weights(len(inputs.rounds) - 1)
+        per_round = sums_R4[:, 0] / totals_R4[:, 1].clamp(min=1e-6)
+        loss = (per_round * per_round.new_tensor(round_weights)).sum() / sum(round_weights)
+        if self.relay is not None:
+            # Every process touches every parameter in every step, whatever its data looks like.
+            loss = loss + sum((p * 0.0).sum() for p in self.relay.parameters())
+        # Data-parallel strategies average gradients, but the denominators are sums already.
+        return (loss * self.trainer.world_size if self._trainer is not None else loss), totals_R4
 
-        targets = [
-            slot_labels(batch.input_ids_BS, batch.loss_mask_BS, r.anchors, K) for r in inputs.rounds
-        ]
+    def _forward_blocks(self, inputs: StepInputs) -> Tensor:
+        """Hidden states of the blocks of all rounds, one after the other, `[B, N, K, D]`."""
+        context = self.drafter.context_kv(
+            self.drafter.project(inputs.taps_BSC), inputs.positions_BS
+        )
+        anchors_BN = torch.cat([r.anchors.positions_BN for r in inputs.rounds], dim=1)
+        x_BNKD = torch.cat([self.round_inputs(inputs.batch, r) for r in inputs.rounds], dim=1)
+        return self.drafter(x_BNKD, context, anchors_BN)
+
+    def _round_sums(self, inputs: StepInputs, hidden_BNKD: Tensor) -> Tensor:
+        """Per round: weighted loss, weight, accepted drafts and valid blocks, `[R, 4]`."""
+        batch, K = inputs.batch, self.drafter.dims.block_size
+        all_anchors = [r.anchors for r in inputs.rounds]
+        targets = [slot_labels(batch.input_ids_BS, batch.loss_mask_BS, a, K) for a in all_anchors]
         labels_BNK = torch.cat([labels for labels, _ in targets], dim=1)
         supervised_BNK = torch.cat([supervised for _, supervised in targets], dim=1)
         losses_BNK, predicted_BNK = token_losses(
@@ -183,24 +199,12 @@ class DrafterModule(LightningModule):
         )
         weights_BNK = supervised_BNK * self._slot_weights_K
         accepted_BN = leading_run((predicted_BNK == labels_BNK) & supervised_BNK)
-        valid_BN = torch.cat([r.anchors.valid_BN for r in inputs.rounds], dim=1)
-
-        sizes = [r.anchors.positions_BN.shape[1] for r in inputs.rounds]
-        columns = ((losses_BNK * weights_BNK).sum(-1), weights_BNK.sum(-1), accepted_BN, valid_BN)
-        sums_R4 = torch.stack(
-            [
-                torch.stack([part.sum() for part in parts])
-                for parts in zip(*(c.split(sizes, 1) for c in columns), strict=True)
-            ]
+        valid_BN = torch.cat([a.valid_BN for a in all_anchors], dim=1)
+        columns_BN4 = torch.stack(
+            [(losses_BNK * weights_BNK).sum(-1), weights_BNK.sum(-1), accepted_BN, valid_BN], dim=-1
         )
-        totals_R4 = self._all_reduce(sums_R4.detach())
-        round_weights = self.check_round_weights(len(sizes) - 1)
-        per_round = sums_R4[:, 0] / totals_R4[:, 1].clamp(min=1e-6)
-        loss = (per_round * per_round.new_tensor(round_weights)).sum() / sum(round_weights)
-        if self.relay is not None:
-            # Every process touches every parameter in every step, whatever its data looks like.
-            loss = loss + sum((p * 0.0).sum() for p in self.relay.parameters())
-        return loss * self.trainer.world_size if self._trainer is not None else loss, totals_R4
+        sizes = [a.positions_BN.shape[1] for a in all_anchors]
+        return torch.stack([part.sum(dim=(0, 1)) for part in columns_BN4.split(sizes, dim=1)])
 
     def round_inputs(self, batch: Batch, current: Round) -> Tensor:
         """Slot inputs of one round, with gradient through the relay."""
