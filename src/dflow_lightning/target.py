@@ -134,7 +134,9 @@ class FrozenTarget:
                 f"target: {path} holds no config.json; "
                 "give a folder saved by save_pretrained or a hub id"
             )
-        if not folder.exists() and (path.count("/") != 1 or path.startswith((".", "/"))):
+        # `owner/name` may be a hub id, but not where a folder `owner` lies beside us.
+        local = path.count("/") != 1 or path.startswith((".", "/")) or folder.parent.is_dir()
+        if not folder.exists() and local:
             raise InputError(
                 f"target: {path} does not exist; give a folder saved by save_pretrained or a hub id"
             )
