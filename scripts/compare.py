@@ -26,6 +26,8 @@ from typing import Any
 TARGET = "data/tiny-qwen3"
 BASE = "dflash"
 SHIPPED = ("dflash", "dflow")
+RESULTS = Path("docs/results.md")
+MARKS = ("<!-- compare -->", "<!-- /compare -->")
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,22 @@ def bars(table: dict) -> list[str]:
     return lines
 
 
-def main(out: Path, seeds: list[int], jobs: int, quick: bool, per_family: int, ship: bool) -> None:
+def publish(summary: str) -> None:
+    """Put the tables between their marks in docs/results.md, with where they come from."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    command = " ".join(["python", *sys.argv])
+    page = RESULTS.read_text()
+    before, _, rest = page.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    origin = f"Made by `{command}` at commit `{commit}`."
+    RESULTS.write_text(f"{before}{MARKS[0]}\n{origin}\n\n{summary}{MARKS[1]}{after}")
+
+
+def main(
+    out: Path, seeds: list[int], jobs: int, quick: bool, per_family: int, ship: bool, record: bool
+) -> None:
     """Train, bench and tabulate all rows."""
     study = Study(out, seeds[:1] if quick else seeds, quick, 8 if quick else per_family)
     rows = variants(recipe_value("tiny-dflash", "num_anchors"))
@@ -250,6 +267,8 @@ def main(out: Path, seeds: list[int], jobs: int, quick: bool, per_family: int, s
     (out / "summary.md").write_text(summary)
     (out / "summary.json").write_text(json.dumps(table, indent=1))
     print(summary)
+    if record:
+        publish(summary)
     if ship:
         for name in SHIPPED:
             destination = Path("data/tiny-drafters") / name
@@ -272,5 +291,8 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true")
     parser.add_argument(
         "--ship", action="store_true", help="copy the first seed's drafters to data/tiny-drafters"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="write the tables into docs/results.md"
     )
     main(**vars(parser.parse_args()))
