@@ -6,7 +6,8 @@ import pytest
 import torch
 from targets import random_target
 
-from dflow_lightning.drafter import Drafter, DrafterConfig, DrafterDims
+from dflow_lightning.dims import DrafterConfig, DrafterDims
+from dflow_lightning.drafter import Drafter
 from dflow_lightning.relay import Relay
 from dflow_lightning.target import FrozenTarget
 

@@ -9,7 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dflow_lightning.drafter import Drafter, DrafterConfig, DrafterDims
+from dflow_lightning.dims import DrafterConfig, DrafterDims
+from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.export import export_command, export_drafter, load_export
 from dflow_lightning.module import DrafterModule, TargetConfig

@@ -12,9 +12,9 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 LAYERS = [
     {"errors"},
     {"acceptance", "attention", "blocks", "loss", "metrics"},
-    {"target", "drafter", "relay", "causal_head", "eagle3"},
+    {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
     {"draft", "drafter_folder", "rollout", "decode", "data"},
-    {"module"},
+    {"module", "optimizer"},
     {"validation", "progress", "tracking", "strategy"},
     {
         *("checkpoint", "export", "model_card", "atomic"),

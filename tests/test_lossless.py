@@ -7,7 +7,8 @@ import torch
 
 from dflow_lightning import acceptance
 from dflow_lightning.decode import SpeculativeDecoder, rounds
-from dflow_lightning.drafter import Drafter, DrafterConfig, DrafterDims
+from dflow_lightning.dims import DrafterConfig, DrafterDims
+from dflow_lightning.drafter import Drafter
 from dflow_lightning.target import FrozenTarget
 
 # Upper 1 % points of the chi-square distribution, from its Wilson-Hilferty approximation.

@@ -4,7 +4,7 @@ import torch
 from torch.optim import AdamW
 
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.drafter import DrafterConfig
+from dflow_lightning.dims import DrafterConfig
 from dflow_lightning.module import DrafterModule, TargetConfig
 from dflow_lightning.relay import RelayConfig
 from dflow_lightning.rollout import Rollout

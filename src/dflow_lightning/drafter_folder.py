@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dflow_lightning.drafter import Drafter, DrafterDims, check_mask_token_id
+from dflow_lightning.dims import DrafterDims, check_mask_token_id
+from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.relay import Relay
 from dflow_lightning.target import FrozenTarget

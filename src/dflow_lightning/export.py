@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dflow_lightning import atomic
-from dflow_lightning.drafter import Drafter, DrafterDims
+from dflow_lightning.dims import DrafterDims
+from dflow_lightning.drafter import Drafter
 from dflow_lightning.drafter_folder import (
     ARCHITECTURE,
     FORMAT_VERSION,

@@ -35,6 +35,11 @@ class LossConfig:
     def __post_init__(self) -> None:
         if self.gamma is not None and self.gamma <= 0:
             raise InputError(f"loss.gamma is {self.gamma}; give a positive number or leave it out")
+        weights = self.round_weights
+        if weights is not None and (min(weights, default=0) < 0 or not sum(weights) > 0):
+            raise InputError(
+                f"loss.round_weights is {weights}; give numbers of 0 or more, one of them positive"
+            )
         if self.chunk_blocks < 1:
             raise InputError(f"loss.chunk_blocks is {self.chunk_blocks}; give 1 or more")
 

@@ -6,8 +6,7 @@ rollout, rollout without relay, relay and rollout.
 Shapes: B batch, S sequence, N blocks per sequence, K block size, R rounds.
 """
 
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +16,14 @@ from torch import Tensor
 
 from dflow_lightning.acceptance import leading_run
 from dflow_lightning.blocks import draw_anchors, slot_labels
-from dflow_lightning.data.datamodule import Batch
+from dflow_lightning.data.datamodule import Batch, ChatDataModule
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.drafter import Drafter, DrafterConfig, DrafterDims, start_from_target
+from dflow_lightning.dims import DrafterConfig, DrafterDims
+from dflow_lightning.drafter import Drafter, start_from_target
 from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.errors import InputError
 from dflow_lightning.loss import LossConfig, slot_weights, token_losses
+from dflow_lightning.optimizer import OptimizerConfig
 from dflow_lightning.relay import Relay, RelayConfig
 from dflow_lightning.rollout import Round, StepInputs, clean_forward
 from dflow_lightning.target import FrozenTarget
@@ -43,34 +44,6 @@ class TargetConfig:
     path: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     attn_implementation: str = "sdpa"
-
-
-@dataclass(kw_only=True)
-class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay.
-
-    Args:
-        lr: peak learning rate.
-        betas: decay of the first and second moment.
-        weight_decay: decoupled weight decay.
-        warmup_ratio: share of all steps that warm up.
-        min_lr_ratio: final learning rate as a share of the peak.
-    """
-
-    lr: float = 6e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    warmup_ratio: float = 0.04
-    min_lr_ratio: float = 0.0
-
-    def factor(self, step: int, total: int) -> float:
-        """Learning rate of a step as a share of the peak."""
-        warmup = max(1, round(self.warmup_ratio * total))
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, total - warmup))
-        cosine = 1 + math.cos(math.pi * progress)
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * cosine
 
 
 class DrafterModule(LightningModule):
@@ -129,9 +102,12 @@ class DrafterModule(LightningModule):
 
     # ---------------------------------------------------------------- training
 
-    def begin_step(self, batch: Batch, *, extra_slots: int = 0) -> StepInputs:
+    def begin_step(
+        self, batch: Batch, *, extra_slots: int = 0, up_to_head: bool = False
+    ) -> StepInputs:
         """Clean target features and the mask round; rollouts append their rounds to the result."""
-        inputs = clean_forward(self.target, batch, self.drafter.dims.target_layer_ids, extra_slots)
+        layer_ids = self.drafter.dims.target_layer_ids
+        inputs = clean_forward(self.target, batch, layer_ids, extra_slots, up_to_head=up_to_head)
         step = self.global_step if self.training else 0
         anchors = draw_anchors(
             batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors, seed=self.seed, step=step
@@ -216,13 +192,15 @@ class DrafterModule(LightningModule):
 
     def check_round_weights(self, num_rounds: int) -> list[float]:
         """The loss weight of the mask round and each rollout round."""
-        weights = self.loss_config.round_weights or [1.0] * (num_rounds + 1)
-        if len(weights) != num_rounds + 1 and self.training:
+        weights = self.loss_config.round_weights
+        if weights is None or not self.training:  # held-out losses are of the mask round alone
+            return [1.0] * (num_rounds + 1)
+        if len(weights) != num_rounds + 1:
             raise InputError(
                 f"loss.round_weights has {len(weights)} numbers for {num_rounds + 1} rounds "
                 f"(the mask round and {num_rounds} rollout rounds); give one number a round"
             )
-        return weights[: num_rounds + 1]
+        return weights
 
     def _all_reduce(self, sums: Tensor) -> Tensor:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -267,8 +245,16 @@ class DrafterModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def setup(self, stage: str) -> None:
-        """Bring the target to the module's device, which Lightning does not know about."""
-        self.target.to(self.device)
+        """Bring the target to the module's device, and check that the data fit its context."""
+        self.target.to(self.device)  # Lightning does not know about it
+        data = getattr(self.trainer, "datamodule", None)
+        limit = self.target.config.max_position_embeddings
+        if isinstance(data, ChatDataModule) and data.longest_row > limit:
+            raise InputError(
+                f"data: the longest row has {data.longest_row} tokens, but the context of "
+                f"{self.target.name} ends at {limit}; set data.max_length to {limit} and shorten "
+                "the rows that this names"
+            )
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with: plain values only."""
@@ -285,7 +271,11 @@ class DrafterModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise `InputError` when the checkpoint is of another drafter, relay or target."""
-        saved, here = checkpoint.get(CHECKPOINT_KEY, {}), self.identity()
+        if CHECKPOINT_KEY not in checkpoint:
+            raise InputError(
+                "checkpoint: it was not written by dflow-train; give a .ckpt file of a run"
+            )
+        saved, here = checkpoint[CHECKPOINT_KEY], self.identity()
         for section in ("drafter", "relay"):
             for name, value in here[section].items():
                 if saved.get(section, {}).get(name, value) != value:
@@ -324,12 +314,16 @@ class DrafterModule(LightningModule):
     def _warm_start(self, folder: Path) -> None:
         loaded = load_export(folder, self.target)
         ours, theirs = self.drafter.dims, loaded.drafter.dims
-        names = "block_size num_layers target_layer_ids mask_token_id intermediate_size"
-        for name in names.split():
-            if getattr(ours, name) != getattr(theirs, name):
+        names = [*(f.name for f in fields(DrafterConfig)), "rope_parameters"]
+        pairs = {f"drafter.{name}": (getattr(ours, name), getattr(theirs, name)) for name in names}
+        if self.relay is not None and loaded.relay is not None:
+            ends = (self.relay.relay_mlp[0], loaded.relay.relay_mlp[0])
+            pairs["relay.hidden_size"] = tuple(layer.out_features for layer in ends)
+        for name, (here, there) in pairs.items():
+            if here != there:
                 raise InputError(
-                    f"drafter.{name} is {getattr(ours, name)} but model.init_from {folder} has "
-                    f"{getattr(theirs, name)}; set the recipe to the checkpoint's value"
+                    f"{name} is {here} but model.init_from {folder} has {there}; "
+                    "set the recipe to the checkpoint's value or start from another drafter"
                 )
         self.drafter.load_state_dict(loaded.drafter.state_dict())
         if self.relay is not None and loaded.relay is not None:

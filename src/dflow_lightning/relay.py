@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from dflow_lightning.errors import InputError
+
 Layout = Literal["anchor_first", "shifted"]
 
 
@@ -31,6 +33,12 @@ class RelayConfig:
     hidden_size: int | None = None
     first_rejected: bool = True
     detach_features: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hidden_size is not None and self.hidden_size < 1:
+            raise InputError(
+                f"relay.hidden_size is {self.hidden_size}; give 1 or more, or leave it out"
+            )
 
 
 def relay_rows(

@@ -89,23 +89,27 @@ class StepInputs:
 
 @torch.no_grad()
 def clean_forward(
-    target: FrozenTarget, batch: Batch, target_layer_ids: list[int], extra_slots: int
+    target: FrozenTarget,
+    batch: Batch,
+    target_layer_ids: list[int],
+    extra_slots: int,
+    *,
+    up_to_head: bool = False,
 ) -> StepInputs:
-    """Features of the data's own tokens; the cache keeps room for `extra_slots` block tokens."""
+    """Features of the data's own tokens; the cache keeps room for `extra_slots` block tokens.
+
+    Args:
+        up_to_head: also run the layers above the taps, which a block's logits will need.
+    """
     ids_BS = batch.input_ids_BS
     B, S = ids_BS.shape
     positions_S = torch.arange(S, device=ids_BS.device)
     cache = target.new_cache(S + extra_slots)
     slots_L = torch.arange(S + extra_slots, device=ids_BS.device)
     visible_BQL = (slots_L <= positions_S.unsqueeze(1)).expand(B, S, -1)
-    taps_BSC = target.features(
-        ids_BS,
-        positions_S.expand(B, S),
-        cache,
-        positions_S.expand(B, S),
-        visible_BQL,
-        target_layer_ids,
-    )
+    positions_BS = positions_S.expand(B, S)
+    arguments = (ids_BS, positions_BS, cache, positions_BS, visible_BQL, target_layer_ids)
+    taps_BSC = target.forward(*arguments).taps_BQC if up_to_head else target.features(*arguments)
     return StepInputs(batch, taps_BSC, cache)
 
 
@@ -212,6 +216,7 @@ class Rollout:
         shape = ids_BNK.shape[1:]
         if self.reference == "data":
             return self.target.features(*arguments).unflatten(1, shape), None
+        assert inputs.cache.layers[-1].is_initialized, "the clean forward stopped at the taps"
         output = self.target.forward(*arguments)
         chosen_BQ = self.target.head(output.hidden_BQD).argmax(-1)
         return output.taps_BQC.unflatten(1, shape), chosen_BQ.unflatten(1, shape)
@@ -278,7 +283,9 @@ class OnlineRollout(Callback):
             return
         extra = self.num_anchors * pl_module.drafter.dims.block_size
         with trainer.precision_plugin.forward_context():
-            inputs = pl_module.begin_step(batch, extra_slots=extra)
+            inputs = pl_module.begin_step(
+                batch, extra_slots=extra, up_to_head=self.reference == "target"
+            )
             rollout = Rollout(
                 pl_module.target,
                 pl_module.drafter,

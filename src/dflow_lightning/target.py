@@ -11,11 +11,14 @@ import hashlib
 import inspect
 import json
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -24,6 +27,10 @@ from transformers.utils.logging import disable_progress_bar
 from dflow_lightning.errors import InputError
 
 FINGERPRINT_VALUES = 4096  # values hashed per tensor
+# What transformers raises for files that are missing, damaged, or of no model that it knows.
+UNREADABLE = (
+    OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
 
 
 class SlotLayer(CacheLayerMixin):
@@ -126,9 +133,10 @@ class FrozenTarget:
             dtype: `auto` is float32 on a CPU and bfloat16 elsewhere.
 
         Raises:
-            InputError: the folder does not exist, or the architecture cannot be tapped or rewound.
+            InputError: the folder does not exist or is damaged, or the architecture cannot be
+                tapped or rewound.
         """
-        folder = Path(path)
+        folder = Path(path).expanduser()
         if folder.exists() and not (folder / "config.json").is_file():
             raise InputError(
                 f"target: {path} holds no config.json; "
@@ -144,19 +152,34 @@ class FrozenTarget:
             disable_progress_bar()
         if dtype == "auto":
             dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
+        source = str(folder) if folder.exists() else path
+        options = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, dtype), attn_implementation=attn_implementation
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source, output_loading_info=True, **options
             )
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except UNREADABLE as error:
+            reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+            raise InputError(f"target: {path} could not be loaded ({reason})") from error
+        if absent := sorted(report["missing_keys"]):  # transformers would leave them random
             raise InputError(
-                f"target: {path} could not be loaded ({str(error).splitlines()[0]})"
-            ) from error
+                f"target: {path} lacks {len(absent)} tensors, first {absent[0]}; "
+                "save or download the model again"
+            )
         return cls(model.to(device), tokenizer, path)  # type: ignore[arg-type]
 
     def _check_supported(self) -> None:
-        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        if not hasattr(self._decoder, "layers"):
+            raise InputError(
+                f"target: {self.name} is a {type(self.model).__name__}, whose layers cannot be "
+                "tapped; choose a target of the Llama or Qwen3 kind"
+            )
+        windowed = getattr(self.config, "sliding_window", None) is not None
+        kinds = set(
+            getattr(self.config, "layer_types", None)  # older architectures name no types
+            or ["sliding_attention" if windowed else "full_attention"]
+        )
         if kinds != {"full_attention"}:
             raise InputError(
                 f"target: {self.name} has layers of type {', '.join(sorted(kinds))}; "

@@ -129,6 +129,11 @@ class ChatDataModule(LightningDataModule):
         rows = first_per_family(self._read(split), per_family)
         return make_prompts(self._chat_encoder(), rows)
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row among those that were set up; 0 before."""
+        return max((int(rows.lengths.max()) for rows in self._tokens.values()), default=0)
+
     def _read(self, split: Split) -> list[Row]:
         path = self.paths[split]
         if path is None:
