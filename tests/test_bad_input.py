@@ -53,9 +53,10 @@ def places(tmp_path_factory, tiny_target_dir: Path, tiny_target: FrozenTarget) -
     (root / "long.jsonl").write_text(json.dumps({"prompt": "1" * 600, "answer": "2"}) + "\n")
     (root / "broken.jsonl").write_text('{"prompt": "1", "answer": "2"}\n{"prompt": "1"\n')
     shape = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    no_ids = {"bos_token_id": None, "eos_token_id": None}
     window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
     sliding = Qwen3Config(**shape, **window, num_key_value_heads=2, head_dim=16)
-    gpt2 = GPT2Config(vocab_size=320, n_embd=64, n_layer=4, n_head=4)
+    gpt2 = GPT2Config(vocab_size=320, n_embd=64, n_layer=4, n_head=4, **no_ids)
     models = {"sliding": Qwen3ForCausalLM(sliding), "gpt2": GPT2LMHeadModel(gpt2)}
     for name, model in models.items():
         model.save_pretrained(root / name)
@@ -121,7 +122,7 @@ WARM_START = {
     "--model.init_from=nowhere": "nowhere does not exist",
     "--model.init_from={two_taps}": "drafter.target_layer_ids is [0, 1, 2] but model.init_from",
     "--model.init_from={one_head}": "drafter.num_key_value_heads is 2 but model.init_from",
-    "--model.init_from={other_rope}": "'rope_theta': 10000.0}; set the recipe to the checkpoint's",
+    "--model.init_from={other_rope}": "drafter.rope_parameters is ",
     "--model.init_from={wide_relay}": "relay.hidden_size is 128 but model.init_from",
 }
 METHOD = {
