@@ -216,7 +216,7 @@ def relay_config(relay: Relay, first_rejected: bool) -> dict[str, Any]:
     """relay/config.json; `hidden_size` is the width of the relay's own hidden layer."""
     return {
         "format_version": FORMAT_VERSION,
-        "hidden_size": relay.relay_mlp[0].out_features,
+        "hidden_size": relay.hidden_size,
         "first_rejected": first_rejected,
         "norm_eps": relay.relay_norm.eps,
     }

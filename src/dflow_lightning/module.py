@@ -317,8 +317,7 @@ class DrafterModule(LightningModule):
         names = [*(f.name for f in fields(DrafterConfig)), "rope_parameters"]
         pairs = {f"drafter.{name}": (getattr(ours, name), getattr(theirs, name)) for name in names}
         if self.relay is not None and loaded.relay is not None:
-            ends = (self.relay.relay_mlp[0], loaded.relay.relay_mlp[0])
-            pairs["relay.hidden_size"] = tuple(layer.out_features for layer in ends)
+            pairs["relay.hidden_size"] = (self.relay.hidden_size, loaded.relay.hidden_size)
         for name, (here, there) in pairs.items():
             if here != there:
                 raise InputError(

@@ -102,6 +102,7 @@ class Relay(nn.Module):
 
     def __init__(self, hidden_size: int, relay_hidden_size: int, norm_eps: float = 1e-6) -> None:
         super().__init__()
+        self.hidden_size = relay_hidden_size
         self.relay_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
         self.relay_mlp = nn.Sequential(
             nn.Linear(3 * hidden_size, relay_hidden_size),

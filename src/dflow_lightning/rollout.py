@@ -216,7 +216,9 @@ class Rollout:
         shape = ids_BNK.shape[1:]
         if self.reference == "data":
             return self.target.features(*arguments).unflatten(1, shape), None
-        assert inputs.cache.layers[-1].is_initialized, "the clean forward stopped at the taps"
+        assert getattr(inputs.cache.layers[-1], "is_initialized", False), (
+            "the clean forward stopped at the taps"
+        )
         output = self.target.forward(*arguments)
         chosen_BQ = self.target.head(output.hidden_BQD).argmax(-1)
         return output.taps_BQC.unflatten(1, shape), chosen_BQ.unflatten(1, shape)

@@ -155,9 +155,10 @@ class FrozenTarget:
         source = str(folder) if folder.exists() else path
         options = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, output_loading_info=True, **options
             )
+            model, report = loaded
             tokenizer = AutoTokenizer.from_pretrained(source)
         except UNREADABLE as error:
             reason = textwrap.shorten(str(error), 300, placeholder=" ...")
@@ -167,7 +168,7 @@ class FrozenTarget:
                 f"target: {path} lacks {len(absent)} tensors, first {absent[0]}; "
                 "save or download the model again"
             )
-        return cls(model.to(device), tokenizer, path)  # type: ignore[arg-type]
+        return cls(model.to(device), tokenizer, path)
 
     def _check_supported(self) -> None:
         if not hasattr(self._decoder, "layers"):
