@@ -174,22 +174,29 @@ def collect(rows: dict[tuple[str, int], list[dict]]) -> dict[str, dict]:
 
 
 def markdown(table: dict[str, dict], study: Study) -> str:
-    """The table of tau, one line a drafter."""
+    """The table of tau, a row a drafter; a spread only where there is more than one seed."""
     cells = [f"{t}/{family}" for t in (0, 1) for family in ("math", "code", "chat", "pooled")]
     lines = [
-        "tau (accepted drafts + 1), mean and spread (largest - smallest) of "
-        f"{len(study.seeds)} seeds, {study.per_family} prompts a family",
+        f"tau (accepted drafts + 1), mean of the seeds ± (largest - smallest); "
+        f"{study.per_family} prompts a family",
         "",
-        "| drafter | " + " | ".join(f"T={c.replace('/', ' ')}" for c in cells) + " | lossless |",
-        "|---|" + "---|" * (len(cells) + 1),
+        "| drafter | seeds | "
+        + " | ".join(f"T={c.replace('/', ' ')}" for c in cells)
+        + " | lossless |",
+        "|---|---|" + "---|" * (len(cells) + 1),
     ]
     for title, row in table.items():
-        values = [
-            f"{statistics.mean(row[c]['tau']):.3f} ± {spread(row[c]['tau']):.3f}" for c in cells
-        ]
+        values = [shown(row[c]["tau"]) for c in cells]
+        seeds = len(row[cells[0]]["tau"])
         lossless = "yes" if all(entry["lossless"] for entry in row.values()) else "NO"
-        lines.append(f"| {title} | " + " | ".join(values) + f" | {lossless} |")
+        lines.append(f"| {title} | {seeds} | " + " | ".join(values) + f" | {lossless} |")
     return "\n".join(lines)
+
+
+def shown(values: list[float]) -> str:
+    """A mean, with its spread where there is one."""
+    mean = f"{statistics.mean(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} ± {spread(values):.3f}"
 
 
 def spread(values: list[float]) -> float:
