@@ -44,7 +44,6 @@ def wake_relay(module: DrafterModule) -> DrafterModule:
 
 def with_rounds(module: DrafterModule, batch: Batch, num_rounds: int = 2, num_anchors: int = 4):
     inputs = module.begin_step(batch, extra_slots=num_anchors * K)
-    module._inputs = None
     if num_rounds:
         rollout_of(module).extend(inputs, num_rounds, num_anchors)
     return inputs

@@ -110,7 +110,7 @@ def rolled(module, batch, *, mode="online", reference="data", first_rejected=Tru
     """The rounds that the product makes."""
     module.num_anchors, kept = 20, module.num_anchors
     inputs = module.begin_step(batch, extra_slots=num_anchors * K, up_to_head=reference == "target")
-    module.num_anchors, module._inputs = kept, None
+    module.num_anchors = kept
     rollout = Rollout(module.target, module.drafter, module.relay, first_rejected, mode, reference)
     rollout.extend(inputs, ROUNDS, num_anchors)
     assert len(inputs.rounds) == ROUNDS + 1
@@ -264,7 +264,7 @@ def test_the_callback_prepares_the_step_and_leaves_the_global_generators_alone(s
     after = global_state()
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
-    prepared, module._inputs = module._inputs, None
+    prepared, module.prepared = module.prepared, None
     assert prepared.batch is batch
     assert len(prepared.rounds) == 3
     assert not prepared.taps_BSC.requires_grad
@@ -277,10 +277,10 @@ def test_the_callback_prepares_the_step_and_leaves_the_global_generators_alone(s
 
 def test_no_rounds_leave_the_step_to_the_module(step):
     module, batch = step
-    module._inputs = None
+    module.prepared = None
     callback = OnlineRollout(num_rounds=0)
     callback.on_train_batch_start(SimpleNamespace(), module, batch, 0)
-    assert module._inputs is None
+    assert module.prepared is None
 
 
 @torch.no_grad()

@@ -28,6 +28,17 @@ def leading_run(hits: Tensor) -> Tensor:
     return hits.long().cumprod(-1).sum(-1)
 
 
+def rejected_token(drafts: Tensor, num_accepted: Tensor) -> Tensor:
+    """The draft after the accepted ones, `[...]`; any draft where all were accepted.
+
+    Args:
+        drafts: draft tokens of slots 1..K-1, `[..., K-1]`.
+        num_accepted: from `accept`, `[...]`.
+    """
+    slot = num_accepted.clamp(max=drafts.shape[-1] - 1).unsqueeze(-1)
+    return drafts.gather(-1, slot).squeeze(-1)
+
+
 def position_uniforms(seed: int, length: int) -> Tensor:
     """The sampling noise of a request: one uniform number per absolute position, `[length]`.
 

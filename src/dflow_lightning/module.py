@@ -96,7 +96,7 @@ class DrafterModule(LightningModule):
             self.relay = Relay(dims.hidden_size, width, dims.rms_norm_eps)
         if init_from is not None:
             self._warm_start(Path(init_from))
-        self._inputs: StepInputs | None = None
+        self.prepared: StepInputs | None = None  # the next step's inputs, if a rollout made them
         weights_K = slot_weights(dims.block_size, loss.decay(dims.block_size))
         self.register_buffer("_slot_weights_K", weights_K, persistent=False)
 
@@ -113,13 +113,12 @@ class DrafterModule(LightningModule):
             batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors, seed=self.seed, step=step
         )
         inputs.rounds.append(Round(anchors))
-        self._inputs = inputs
         return inputs
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss over the mask round and the rounds a rollout has made."""
-        inputs = self._inputs or self.begin_step(batch)
-        self._inputs = None
+        inputs = self.prepared or self.begin_step(batch)
+        self.prepared = None
         loss, sums_R4 = self.objective(inputs)
         self._log_rounds("train", loss, sums_R4, batch, on_step=True)
         self.log("train/tokens", float(batch.loss_mask_BS.numel()))
@@ -210,12 +209,7 @@ class DrafterModule(LightningModule):
     # ---------------------------------------------------------------- logging
 
     def _log_held_out(self, prefix: str, batch: Batch) -> None:
-        inputs = clean_forward(self.target, batch, self.drafter.dims.target_layer_ids, 0)
-        anchors = draw_anchors(
-            batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors, seed=self.seed, step=0
-        )
-        inputs.rounds.append(Round(anchors))
-        loss, sums_R4 = self.objective(inputs)
+        loss, sums_R4 = self.objective(self.begin_step(batch))  # outside training: step 0's anchors
         self._log_rounds(prefix, loss, sums_R4, batch, on_step=False)
 
     def _log_rounds(

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from dflow_lightning.acceptance import accept
+from dflow_lightning.acceptance import accept, rejected_token
 from dflow_lightning.blocks import Anchors, next_anchors, slot_labels, slot_positions
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.draft import draft_tokens, embed_blocks, relay_correction
@@ -191,8 +191,7 @@ class Rollout:
         aligned_BNKC, valid_BNK = align(
             taps_BNKC, num_accepted_BN, K, first_rejected=self.first_rejected
         )
-        first_rejected_BN1 = num_accepted_BN.clamp(max=K - 2).unsqueeze(-1)
-        rejected_BN = drafts_BNK.gather(-1, first_rejected_BN1).squeeze(-1)
+        rejected_BN = rejected_token(drafts_BNK, num_accepted_BN)
         bonus_BN = batch.input_ids_BS.gather(1, following.positions_BN)
         valid_BNK = valid_BNK & following.valid_BN.unsqueeze(-1)
         return Round(following, RelayRows(aligned_BNKC, valid_BNK, bonus_BN, rejected_BN))
@@ -297,3 +296,4 @@ class OnlineRollout(Callback):
                 self.reference,
             )
             rollout.extend(inputs, self.num_rounds, self.num_anchors)
+        pl_module.prepared = inputs

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dflow_lightning.acceptance import accept, choose
+from dflow_lightning.acceptance import accept, choose, rejected_token
 from dflow_lightning.draft import draft_tokens, embed_blocks, relay_correction
 from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.relay import Relay, RelayInput, align
@@ -160,7 +160,7 @@ def relay_input(
     K = h_RKD.shape[1]
     aligned_RKD, valid_RK = align(h_RKD, num_accepted_R, K, first_rejected=models.first_rejected)
     bonus_R1 = chosen_RK.gather(1, num_accepted_R.unsqueeze(1))
-    rejected_R1 = drafts_RK.gather(1, num_accepted_R.clamp(max=K - 2).unsqueeze(1))
+    rejected_R1 = rejected_token(drafts_RK, num_accepted_R).unsqueeze(1)
     return RelayInput(aligned_RKD.unsqueeze(1), valid_RK.unsqueeze(1), bonus_R1, rejected_R1)
 
 
