@@ -2,20 +2,23 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.installed
+PEERS  := .venv-interop
 DEMO   := runs/demo
 TARGET := data/tiny-qwen3
 # Fewer than the recipe has: the demo is about minutes, not about the best tau.
-DEMO_STEPS ?= 1400
+DEMO_STEPS ?= 3000
+# Of each family. As many as the largest concurrency are needed, and more for a queue.
+THROUGHPUT_PROMPTS ?= 64
 
 # Nothing here needs a hub or reports usage to anyone.
 export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check fmt compare compare-quick clean
+.PHONY: help env demo test check fmt compare compare-quick bench-throughput lossless relay-cost interop env-interop clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(STAMP) ## create .venv; quick when it is up to date
 
@@ -56,6 +59,30 @@ compare: env ## DFlash, DFlash+SC and DFlow, three seeds each, with the fairness
 
 compare-quick: env ## the same with one seed and few steps: does the harness work?
 	$(BIN)/python scripts/compare.py --quick
+
+bench-throughput: env ## tokens/s of the shipped drafters with 1 to 32 requests in flight
+	$(BIN)/dflow-train bench --target $(TARGET) --suite tiny --temperature 0,1 \
+		--drafter data/tiny-drafters/dflash --drafter data/tiny-drafters/dflow \
+		--concurrency 1,2,4,8,16,32 --per_family $(THROUGHPUT_PROMPTS) --json runs/throughput.json
+	$(BIN)/dflow-train report --bench runs/throughput.json --out runs/throughput.html
+
+lossless: env ## every drafter, relay, backend and batch size against plain decoding, token for token
+	$(BIN)/python scripts/lossless.py --drafter data/tiny-drafters/dflash --drafter data/tiny-drafters/dflow
+
+relay-cost: env ## the relay's share of a round: embedded target and a Qwen3-1.7B shape (12 GB of memory)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/relay_cost.py
+
+interop: env env-interop ## other projects' packages load the shipped drafters and draft the same, and back
+	OMP_NUM_THREADS=1 $(BIN)/python tests/interop/run.py
+
+env-interop: $(PEERS)/.installed ## create .venv-interop, with those packages (Python 3.11 or newer)
+
+$(PEERS)/.installed: tests/interop/requirements.txt constraints/cpu.txt
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@echo "Installing into $(PEERS) (some minutes the first time)"
+	@$(PEERS)/bin/python -m pip install -qq "$$(grep '^torch==' constraints/cpu.txt)"
+	@$(PEERS)/bin/python -m pip install -qq --no-deps -r tests/interop/requirements.txt
+	@touch $@
 
 clean: ## remove caches; keeps .venv and runs
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

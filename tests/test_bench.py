@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,19 @@ from rich.console import Console
 
 from dflow_lightning.arguments import spell_out
 from dflow_lightning.bench import BenchSettings, bench, bench_command
+from dflow_lightning.bench_row import (
+    Decoded,
+    relay_share,
+    round_milliseconds,
+    time_per_output_token,
+)
 from dflow_lightning.bench_table import short_names, show
 from dflow_lightning.data.prompts import Prompt
-from dflow_lightning.decode import RoundTimer, SpeculativeDecoder
+from dflow_lightning.decode import Completion, Engine, RoundTimer, SpeculativeDecoder
 from dflow_lightning.equality import EqualityCheck, choice_margin, first_difference
 from dflow_lightning.errors import InputError
 from dflow_lightning.export import export_drafter
-from dflow_lightning.measure import prompt_seed, relay_share
+from dflow_lightning.measure import chunks, prompt_seed
 
 FAMILIES = ("math", "code")
 CONTRACT = {
@@ -27,12 +34,20 @@ CONTRACT = {
     "relay",
     "temperature",
     "acceptance",
+    "backend",
+    "concurrency",
+    "requests_in_flight",
     "family",
     "tau",
     "accepted_drafts",
     "position_acceptance",
     "tokens_per_second",
+    "plain_tokens_per_second",
     "speedup",
+    "time_per_output_token_p50",
+    "time_per_output_token_p95",
+    "round_milliseconds",
+    "relay_share",
     "lossless",
 }
 
@@ -71,7 +86,7 @@ def folders(tmp_path, tiny_target_dir, tiny_target, tiny_drafter, tiny_relay) ->
 
 def test_rows(decoder, prompts):
     settings = BenchSettings(temperatures=[0.0, 1.0], max_new_tokens=6)
-    rows = bench({"ours": decoder}, prompts, settings)
+    rows = bench({"ours": decoder}, prompts, settings).rows
     assert [(r.temperature, r.relay, r.family) for r in rows] == [
         (temperature, relay, family)
         for temperature in (0.0, 1.0)
@@ -87,6 +102,11 @@ def test_rows(decoder, prompts):
         assert row.acceptance == ("greedy" if row.temperature == 0 else "sample_match")
         assert (row.relay_share is not None) == (row.relay == "on")
         assert row.speedup == pytest.approx(row.tokens_per_second / row.plain_tokens_per_second)
+        assert row.tokens_per_second == pytest.approx(row.tokens / row.seconds)
+        assert (row.concurrency, row.requests_in_flight, row.backend) == (1, 1.0, "eager")
+        assert 0 < row.time_per_output_token_p50 <= row.time_per_output_token_p95
+        assert row.round_milliseconds.keys() == {"draft", "verify", "relay", "commit"}
+        assert min(row.round_milliseconds["draft"], row.round_milliseconds["verify"]) > 0
     pooled = rows[2]
     assert pooled.prompts == 4
     assert pooled.tokens == rows[0].tokens + rows[1].tokens
@@ -95,36 +115,151 @@ def test_rows(decoder, prompts):
 
 def test_a_drafter_without_a_relay_is_measured_once(tiny_target, tiny_drafter, prompts):
     decoder = SpeculativeDecoder(tiny_target, tiny_drafter)
-    rows = bench({"dflash": decoder}, prompts, BenchSettings(max_new_tokens=4))
+    rows = bench({"dflash": decoder}, prompts, BenchSettings(max_new_tokens=4)).rows
     assert {row.relay for row in rows} == {"off"}
 
 
-def test_rows_do_not_depend_on_the_batch(decoder, prompts):
-    settings = BenchSettings(temperatures=[1.0], max_new_tokens=6)
-    alone = bench({"ours": decoder}, prompts, settings)
-    together = bench({"ours": decoder}, prompts, replace(settings, batch_size=4))
-    assert [row.histogram for row in alone] == [row.histogram for row in together]
-    assert all(row.lossless for row in together)
+def test_rows_of_several_concurrencies(decoder, prompts):
+    settings = BenchSettings(
+        temperatures=[1.0, 0.0], concurrency=[2, 1], relay="on", max_new_tokens=6
+    )
+    rows = bench({"ours": decoder}, prompts, settings).rows
+    assert [(row.temperature, row.concurrency, row.family) for row in rows] == [
+        (temperature, concurrency, family)
+        for temperature in (1.0, 0.0)
+        for concurrency in (2, 1)
+        for family in (*FAMILIES, "pooled")
+    ]
+    assert all(row.lossless for row in rows)
+    assert [row.histogram for row in rows[:3]] == [row.histogram for row in rows[3:6]]
+    assert all((row.speedup_median is None) == (row.concurrency == 2) for row in rows)
+    assert all(1 < row.requests_in_flight <= 2 for row in rows if row.concurrency == 2)
+
+
+@pytest.mark.parametrize(("backend", "plain"), [("compiled", "compiled"), ("package", "eager")])
+def test_plain_decoding_is_measured_as_the_drafter_is(
+    decoder, prompts, monkeypatch, backend, plain
+):
+    """The same backend, slots and room for all arms, and only engines that were warmed up."""
+    asked, made, used = [], [], set()
+    make, run, warm_up = decoder.engine, Engine.run, Engine.warm_up
+
+    def engine(**options):
+        asked.append(options)
+        return make(**options | {"backend": "eager"})
+
+    monkeypatch.setattr(decoder, "engine", engine)
+    monkeypatch.setattr(Engine, "warm_up", lambda self: (made.append(self), warm_up(self)))
+    monkeypatch.setattr(Engine, "run", lambda self, some: (used.add(self), run(self, some))[1])
+    settings = BenchSettings(
+        temperatures=[0.0, 1.0], concurrency=[1, 2], max_new_tokens=20, backend=backend
+    )
+    result = bench({"ours": decoder}, prompts, settings)
+    assert result.warm_up_seconds > 0
+    assert {row.backend for row in result.rows} == {backend}
+    assert all((row.relay_share is None) == (plain == "eager") for row in result.rows[:3])
+    assert {(one.get("speculative", True), one["backend"]) for one in asked} == {
+        (True, backend),
+        (False, plain),
+    }
+    assert [one.num_slots for one in made] == [1] * 3 + [2] * 3  # plain, relay on, relay off
+    assert len({(one.max_length, one.prefill_chunk) for one in made}) == 1
+    assert used == set(made)
+
+
+def test_rejection_sampling_is_compared_only_where_it_is_greedy(decoder, prompts):
+    settings = BenchSettings(temperatures=[0.0, 1.0], acceptance="rejection", max_new_tokens=8)
+    rows = bench({"ours": decoder}, prompts, settings).rows
+    verdicts = {(row.temperature, row.acceptance, row.lossless) for row in rows}
+    assert verdicts == {(0.0, "greedy", True), (1.0, "rejection", None)}
+    assert not any(row.differences for row in rows)
+    assert all(row.speedup > 0 for row in rows)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tampered_answers_are_reported(decoder, prompts, monkeypatch, temperature):
-    generate = decoder.generate
+    run = decoder.run
 
-    def tampered(ids, **options):
-        completions = generate(ids, **options)
-        wrong = completions[0].token_ids.copy()
-        wrong[2] = (wrong[2] + 100) % 256
-        return [replace(completions[0], token_ids=wrong), *completions[1:]]
+    def tampered(requests, **options):
+        completions = run(requests, **options)
+        if options.get("speculative", True):
+            wrong = completions[0].token_ids.copy()
+            wrong[2] = (wrong[2] + 100) % 256
+            completions[0] = replace(completions[0], token_ids=wrong)
+        return completions
 
-    monkeypatch.setattr(decoder, "generate", tampered)
-    settings = BenchSettings(temperatures=[temperature], relay="on", max_new_tokens=8, batch_size=2)
-    rows = bench({"ours": decoder}, prompts, settings)
+    monkeypatch.setattr(decoder, "run", tampered)
+    settings = BenchSettings(
+        temperatures=[temperature], relay="on", max_new_tokens=8, concurrency=[2]
+    )
+    rows = bench({"ours": decoder}, prompts, settings).rows
     assert not any(row.lossless for row in rows)
     (difference,) = rows[0].differences
     assert (difference.prompt, difference.position) == ("math-0", 2)
     assert not difference.excused
     assert len(rows[-1].differences) == 2
+
+
+def test_too_few_prompts_for_a_concurrency(decoder, prompts):
+    with pytest.raises(InputError, match="concurrency holds 3, but family code has 1 prompts"):
+        bench({"ours": decoder}, prompts[:3], BenchSettings(concurrency=[1, 3]))
+
+
+@pytest.mark.parametrize(
+    ("count", "concurrency", "expected"),
+    [
+        (5, 1, [5]),
+        (32, 1, [8, 8, 8, 8]),
+        (33, 8, [33]),  # and not 32, then one alone
+        (63, 8, [31, 32]),
+        (63, 32, [63]),
+        (300, 32, [150, 150]),
+    ],
+)
+def test_chunks_keep_a_queue(count, concurrency, expected):
+    prompts = [Prompt(str(i), "math", [i], []) for i in range(count)]
+    cut = chunks([*prompts, Prompt("x", "code", [0], [])], concurrency)
+    assert [len(part) for family, part in cut if family == "math"] == expected
+    assert [one for family, part in cut if family == "math" for one in part] == prompts
+
+
+def completion(tokens: int, seconds: float, latency: float, rounds: int) -> Completion:
+    return Completion([0] * tokens, [1] * rounds, "length", seconds, latency)
+
+
+def test_rates_and_latencies():
+    answers = [
+        completion(11, 1.0, 2.0, 6),  # 0.2 s a token
+        completion(5, 0.5, 1.6, 3),  # 0.4 s
+        completion(1, 0.0, 0.0, 0),  # ended with the token of its prompt
+    ]
+    measured = Decoded([], answers, RoundTimer(verify=[0.1] * 6))
+    assert measured.tokens_per_second == pytest.approx(17 / 1.5)
+    assert measured.requests_in_flight == pytest.approx(9 / 6)
+    assert time_per_output_token(answers, 0.5) == pytest.approx(0.3)
+    assert time_per_output_token(answers, 0.95) == pytest.approx(0.39)
+
+
+def test_nothing_is_divided_by_no_rounds():
+    nothing = Decoded([], [completion(1, 0.0, 0.0, 0)], RoundTimer())
+    assert nothing.tokens_per_second is None
+    assert nothing.requests_in_flight is None
+    assert time_per_output_token(nothing.completions, 0.5) is None
+    assert round_milliseconds(nothing.timer) is None
+    assert relay_share(None) is None
+
+
+def test_rows_where_no_round_ran(decoder, prompts, monkeypatch):
+    """Every answer ends with its first token: rates are unknown, not infinite."""
+    monkeypatch.setattr(Engine, "_first_tokens", lambda self, rows_R, h: [[3, 1]] * len(rows_R))
+    (row, *_) = bench({"ours": decoder}, prompts, BenchSettings(max_new_tokens=4)).rows
+    assert (row.tokens, row.rounds, row.lossless) == (2, 0, True)
+    assert (row.tokens_per_second, row.speedup, row.round_milliseconds) == (None, None, None)
+    paper = io.StringIO()
+    two = [replace(row, concurrency=level, family="pooled") for level in (1, 2)]
+    show(two, Console(file=paper, width=200))
+    assert "ours" in paper.getvalue()
+    assert not re.search("nan|inf|None", paper.getvalue())
 
 
 def test_an_answer_cut_short_is_no_tie(tiny_target):
@@ -179,9 +314,16 @@ def test_what_plain_decoding_chooses_has_no_margin(decoder, prompts, temperature
         )
 
 
-def test_relay_share_is_per_round():
-    timer = RoundTimer(draft=[1.0, 1.0], verify=[3.0, 3.0], relay=[0.1, 0.1, 0.3, 0.3])
-    assert relay_share(timer) == pytest.approx(0.4 / 4)
+def test_parts_of_a_round():
+    timer = RoundTimer(
+        draft=[1.0, 1.0, 2.0],
+        verify=[3.0, 3.0, 5.0],
+        relay=[0.1, 0.1, 0.3, 0.3, 0.2, 0.2],  # twice a round
+        commit=[0.5, 0.2, 0.1],
+    )
+    medians = round_milliseconds(timer)
+    assert medians == pytest.approx({"draft": 1000, "verify": 3000, "relay": 400, "commit": 200})
+    assert relay_share(medians) == pytest.approx(0.4 / 4)
 
 
 def test_json_contract(folders, capsys):
@@ -190,34 +332,42 @@ def test_json_contract(folders, capsys):
         target=folders.target,
         drafter=[folders.dflow, folders.dflash],
         temperature=[0.0, 1.0],
-        per_family=1,
+        concurrency=[1, 2],
+        per_family=2,
         max_new_tokens=4,
         json=out,
     )
     result = json.loads(out.read_text())
     assert result.keys() == {"rows", "environment"}
-    assert len(result["rows"]) == 2 * 3 * 3
+    assert len(result["rows"]) == 2 * 2 * 3 * 3
     for row in result["rows"]:
         assert row.keys() >= CONTRACT
         assert row["lossless"] is True
     assert {row["drafter"] for row in result["rows"]} == {str(folders.dflow), str(folders.dflash)}
     environment = result["environment"]
-    assert environment["prompts"] == {"code": 1, "math": 1}
+    assert environment["prompts"] == {"code": 2, "math": 2}
+    assert environment["concurrency"] == [1, 2]
+    assert (environment["backend"], environment["acceptance"]) == ("eager", "match")
+    assert environment["warm_up_seconds"] > 0
     assert environment["enable_thinking"] is False
     assert environment["versions"]["torch"] == torch.__version__
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert max(map(len, printed.splitlines()[:-1])) <= 80
+    assert "plain" in printed.splitlines()[2]
     assert not list(out.parent.glob(".*"))
 
 
 def test_not_lossless_ends_with_status_1_and_the_rows(folders, monkeypatch, capsys):
-    generate = SpeculativeDecoder.generate
+    run = SpeculativeDecoder.run
 
-    def tampered(self, ids, **options):
-        return [replace(one, token_ids=[0, 0]) for one in generate(self, ids, **options)]
+    def tampered(self, requests, **options):
+        completions = run(self, requests, **options)
+        if options.get("speculative", True):
+            return [replace(one, token_ids=[0, 0]) for one in completions]
+        return completions
 
-    monkeypatch.setattr(SpeculativeDecoder, "generate", tampered)
+    monkeypatch.setattr(SpeculativeDecoder, "run", tampered)
     out = folders.out / "out.json"
     with pytest.raises(SystemExit) as stop:
         bench_command(
@@ -226,12 +376,12 @@ def test_not_lossless_ends_with_status_1_and_the_rows(folders, monkeypatch, caps
     assert stop.value.code == 1
     assert {row["lossless"] for row in json.loads(out.read_text())["rows"]} == {False}
     captured = capsys.readouterr()
-    assert "DIFFERENT" in captured.out
+    assert "DIFFERENT: dflash, relay off, T=0, concurrency 1, prompt code-" in captured.out
     assert "NOT LOSSLESS" in captured.err
 
 
 def test_the_table_fits_80_columns_with_16_slots_and_long_names(decoder, prompts):
-    (row, *_) = bench({"ours": decoder}, prompts, BenchSettings(max_new_tokens=4))
+    (row, *_) = bench({"ours": decoder}, prompts, BenchSettings(max_new_tokens=4)).rows
     wide = replace(
         row,
         drafter="runs/2026-01-01/a-rather-long-name-of-a-drafter",
@@ -250,6 +400,33 @@ def test_the_table_fits_80_columns_with_16_slots_and_long_names(decoder, prompts
     assert "90 85 80 75" in paper.getvalue()
 
 
+def test_the_table_of_concurrencies_fits_80_columns(decoder, prompts):
+    (row, *_) = bench({"ours": decoder}, prompts, BenchSettings(max_new_tokens=4)).rows
+    rows = [
+        replace(
+            row,
+            drafter=f"runs/2026-01-01/a-rather-long-name-{relay}",
+            relay=relay,
+            family="pooled",
+            concurrency=2**power,
+            plain_tokens_per_second=10000.0 + power,
+            tokens_per_second=20000.0 + power,
+            speedup=10.25 + power,
+        )
+        for relay in ("on", "off")
+        for power in range(8)
+    ]
+    paper = io.StringIO()
+    show(rows, Console(file=paper, width=200))
+    lines = paper.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    for power in range(8):
+        assert sum(f"{10000 + power}" in line for line in lines) == 1  # plain once
+        assert sum(f"{20000 + power} " in line for line in lines) == (4 if power == 0 else 2)
+        assert sum(f"{10 + power}.25x" in line for line in lines) == (4 if power == 0 else 2)
+    assert sum("concurrency 1:" in line for line in lines) == 1
+
+
 def test_names_are_as_short_as_they_can_be():
     assert short_names(["a/b/x", "a/c/x"]) == {"a/b/x": "b/x", "a/c/x": "c/x"}
     assert short_names(["runs/dflow", "dflash"]) == {"runs/dflow": "dflow", "dflash": "dflash"}
@@ -264,8 +441,14 @@ def test_names_are_as_short_as_they_can_be():
         ({"temperature": []}, "temperature: none given"),
         ({"temperature": [-1.0]}, "temperature holds -1.0"),
         ({"per_family": 0}, "per_family is 0"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": [float("nan")]}, "temperature holds nan"),
+        ({"temperature": [0.0, 1.0, 0.0]}, "temperature holds 0.0 twice"),
+        ({"concurrency": []}, "concurrency: none given"),
+        ({"concurrency": [4, 0]}, "concurrency holds 0; give 1 or more"),
+        ({"concurrency": [4, 1, 4]}, "concurrency holds 4 twice"),
+        ({"concurrency": [1, 4]}, "concurrency holds 4, but family code has 3 prompts"),
+        ({"backend": "fast"}, "backend is fast"),
+        ({"max_new_tokens": 1}, "max_new_tokens is 1; give 2 or more"),
         ({"suite": "missing.jsonl"}, "missing.jsonl does not exist"),
         ({"target": "."}, "which the suite tiny reads"),
     ],
@@ -289,6 +472,7 @@ def test_the_place_of_the_json_is_checked_first(folders):
         (['--drafter=["A"]'], ['--drafter=["A"]']),
         (["--temperature", "0,1"], ["--temperature=[0,1]"]),
         (["--temperature=0", "--temperature", "1"], ["--temperature=[0,1]"]),
+        (["--concurrency", "1,2,4"], ["--concurrency=[1,2,4]"]),
         (["--quiet", "--seed", "3"], ["--quiet=true", "--seed", "3"]),
         (["--quiet", "false"], ["--quiet", "false"]),
         (["--quiet=false", "--json", "x"], ["--quiet=false", "--json", "x"]),

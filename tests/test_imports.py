@@ -13,13 +13,13 @@ LAYERS = [
     {"errors"},
     {"acceptance", "attention", "blocks", "loss", "metrics"},
     {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
-    {"draft", "drafter_folder", "rollout", "decode", "data"},
+    {"draft", "drafter_folder", "integrity", "rollout", "decode", "data", "tap_fingerprint"},
     {"module", "optimizer"},
     {"validation", "progress", "tracking", "strategy"},
     {
-        *("checkpoint", "export", "model_card", "atomic"),
-        *("bench", "bench_table", "measure", "equality", "report", "charts", "ui"),
-        "serving",
+        *("checkpoint", "export", "export_speculators", "engine_contract", "model_card", "atomic"),
+        *("bench", "bench_row", "bench_table", "measure", "equality", "report", "charts", "ui"),
+        *("serving", "validate_export"),
     },
     {"arguments", "cli", "__main__"},
 ]
@@ -49,7 +49,9 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             if node.module and node.module.startswith("dflow_lightning."):
-                names.add(node.module.removeprefix("dflow_lightning."))
+                module = node.module.removeprefix("dflow_lightning.")
+                parts = {f"{module}.{alias.name}" for alias in node.names} & FILES.keys()
+                names |= parts or {module}  # a module of a package, or something inside one
         elif isinstance(node, ast.Import):
             assert not any(alias.name.startswith("dflow_lightning") for alias in node.names)
     return names

@@ -7,6 +7,7 @@ import torch
 
 from dflow_lightning import acceptance
 from dflow_lightning.decode import SpeculativeDecoder, rounds
+from dflow_lightning.decode.state import NO_TOKEN, DecodeState
 from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.target import FrozenTarget
@@ -65,13 +66,13 @@ class Scripted:
     def __init__(self, answer, prompt_length, right):
         self.answer, self.prompt_length, self.right = answer, prompt_length, right
 
-    def __call__(self, models, state, x_RNKD):
+    def __call__(self, models, state, mode, correction_RNKD):
         first = int(state.anchor_R[0]) - self.prompt_length + 1
         truth = (self.answer + [0] * 8)[first : first + 3]
         drafts = [
             token if slot < self.right else (token + 1) % 256 for slot, token in enumerate(truth)
         ]
-        return torch.tensor([drafts])
+        return rounds.Drafts(torch.tensor([drafts]))
 
 
 @pytest.mark.parametrize("right", [0, 1, 2, 3])
@@ -107,32 +108,36 @@ def test_commit_equals_loops():
         return torch.randint(0, high, shape, generator=generator)
 
     for _ in range(1000):
-        state = rounds.DecodeState(
+        state = DecodeState(
             tokens_RT=draw(9, 2, 20),
             length_R=draw(8, 2) + 1,
             end_R=draw(6, 2) + 9,
             done_R=draw(4, 2) == 0,
-            temperature_R=torch.zeros(2),
-            uniforms_RT=torch.zeros(2, 20),
-            stop_ids=torch.tensor([7, 8]),
+            sampling=None,
+            noise_RTC=None,
+            stop_ids_RM=torch.tensor([[7, 8], [8, NO_TOKEN]]),
             target_cache=None,
             context=[],
+            relay=None,
         )
         chosen, accepted = draw(9, 2, 4), draw(4, 2)
-        wanted_tokens, wanted_length, wanted_done = [], [], []
+        wanted_tokens, wanted_length, wanted_done, wanted_gain = [], [], [], []
         for r in range(2):
             tokens = state.tokens_RT[r].tolist()
             length, done = int(state.length_R[r]), bool(state.done_R[r])
+            gain = []
             for token in [] if done else chosen[r, : int(accepted[r]) + 1].tolist():
                 tokens[length] = token
+                gain.append(token)
                 length += 1
-                done = token in (7, 8) or length == int(state.end_R[r])
+                done = token in ((7, 8), (8,))[r] or length == int(state.end_R[r])
                 if done:
                     break
             wanted_tokens.append(tokens)
             wanted_length.append(length)
             wanted_done.append(done)
-        rounds.commit(state, chosen, accepted)
+            wanted_gain.append(gain + [NO_TOKEN] * (4 - len(gain)) + [int(done)])
+        assert rounds.commit(state, chosen, accepted).tolist() == wanted_gain
         assert state.tokens_RT.tolist() == wanted_tokens
         assert state.length_R.tolist() == wanted_length
         assert state.done_R.tolist() == wanted_done
@@ -173,19 +178,20 @@ def exact_distribution(target, prompt):
     return sequences, total.exp()
 
 
-def chi_square(target, drafter, samples=4000):
+def chi_square(target, drafter, relay=None, samples=4000, batch_size=500, **options):
     """Statistic of sampled against exact sequences, its 1 % limit, and the completions."""
     prompt = [1, 2, 3]
     sequences, probabilities = exact_distribution(target, prompt)
     assert abs(probabilities.sum().item() - 1) < 1e-9
-    decoder = SpeculativeDecoder(target, drafter)
+    decoder = SpeculativeDecoder(target, drafter, relay)
     completions = decoder.generate(
         [prompt] * samples,
         max_new_tokens=3,
         temperature=1.0,
         seeds=list(range(samples)),
         stop_token_ids=(),
-        batch_size=500,
+        batch_size=batch_size,
+        **options,
     )
     counts = dict.fromkeys(sequences, 0)
     for completion in completions:
@@ -200,10 +206,15 @@ def chi_square(target, drafter, samples=4000):
     return statistic, chi_square_99(len(common) - 1), completions
 
 
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+@pytest.mark.parametrize("batch_size", [7, 500])
 @torch.inference_mode()
-def test_sampled_sequences_have_the_targets_distribution(small_vocabulary):
-    statistic, limit, completions = chi_square(*small_vocabulary)
-    assert sum(sum(c.accepted) for c in completions) > 200  # drafts do get accepted
+def test_sampled_sequences_have_the_targets_distribution(small_vocabulary, acceptance, batch_size):
+    samples = 4000 if batch_size > 100 else 1500
+    statistic, limit, completions = chi_square(
+        *small_vocabulary, samples=samples, batch_size=batch_size, acceptance=acceptance
+    )
+    assert sum(sum(c.accepted) for c in completions) > samples / 20  # drafts do get accepted
     assert statistic < limit
 
 
@@ -217,6 +228,40 @@ def test_a_broken_acceptance_rule_is_noticed(small_vocabulary, monkeypatch):
 
     monkeypatch.setattr(rounds, "accept", commit_drafts)
     statistic, limit, _ = chi_square(*small_vocabulary)
+    assert statistic > limit
+
+
+@torch.inference_mode()
+def test_rejection_without_resampling_is_noticed(small_vocabulary, monkeypatch):
+    """Drawing the token after a rejection from p itself, not from p - q, must fail as well."""
+
+    def careless(drafts, q, p, accept_u, choice_u):
+        return acceptance.accept_or_resample(drafts, q * 1e-9, p, accept_u * 1e9, choice_u)
+
+    monkeypatch.setattr(rounds, "accept_or_resample", careless)
+    statistic, limit, _ = chi_square(*small_vocabulary, acceptance="rejection")
+    assert statistic > limit
+
+
+@torch.inference_mode()
+def test_reused_draft_noise_is_noticed(small_vocabulary, monkeypatch):
+    """Rejection sampling with the acceptance noise as draft noise must fail as well."""
+    original = rounds.draw
+
+    def draw(probabilities, noise):
+        return original(probabilities, shared[0][:, : noise.shape[1]])
+
+    shared = []
+    remember = rounds.draft
+
+    def draft(models, state, mode, correction):
+        anchor = state.anchor_R.unsqueeze(1) + 1 + torch.arange(2)
+        shared[:] = [state.noise_RTC[..., 1].gather(1, anchor)]
+        return remember(models, state, mode, correction)
+
+    monkeypatch.setattr(rounds, "draw", draw)
+    monkeypatch.setattr(rounds, "draft", draft)
+    statistic, limit, _ = chi_square(*small_vocabulary, acceptance="rejection")
     assert statistic > limit
 
 

@@ -85,10 +85,14 @@ def test_untrained_relay_adds_exactly_zero():
     assert torch.equal(out, torch.zeros_like(out))
 
 
-def test_formula(tiny_relay):
+@pytest.mark.parametrize("normalize", [True, False])
+def test_formula(tiny_relay, normalize):
+    tiny_relay.normalize_boundary = normalize
     h, bonus, rejected = torch.randn(5, 64), torch.randn(64), torch.randn(64)
     valid = torch.tensor([False, True, True, False, True])
     out = tiny_relay(h, bonus, rejected, valid)
+    if normalize:
+        bonus, rejected = (e / (e.square().mean() + 1e-6).sqrt() for e in (bonus, rejected))
     for slot in range(5):
         hidden = torch.nn.functional.silu(
             tiny_relay.relay_mlp[0](torch.cat([bonus, rejected, h[slot]]))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dflow_lightning.charts import round_up
 from dflow_lightning.errors import InputError
 from dflow_lightning.report import SAME_CONDITIONS, report_command
 
@@ -28,13 +29,20 @@ def row(drafter: str, relay: str, family: str, **changes) -> dict:
         "relay": relay,
         "temperature": 0.0,
         "acceptance": "greedy",
+        "backend": "eager",
+        "concurrency": 1,
+        "requests_in_flight": 1.0,
         "family": family,
         "tau": 2.5,
         "accepted_drafts": 1.5,
         "position_acceptance": [0.8, 0.5, 0.2],
         "histogram": [2, 3, 3, 2],
         "tokens_per_second": 321.5,
+        "plain_tokens_per_second": 183.7,
         "speedup": 1.75,
+        "time_per_output_token_p50": 0.0031,
+        "time_per_output_token_p95": 0.00525,
+        "round_milliseconds": {"draft": 0.4, "verify": 1.0, "relay": 0.05, "commit": 0.1},
         "lossless": True,
         "relay_share": 0.0123,
         "excused_ties": 0,
@@ -99,6 +107,8 @@ def test_nothing_is_loaded_and_every_tag_closed(page, tmp_path):
 def test_the_numbers_are_there(page):
     for expected in ("3.000", "2.700", "0.900", "321.5", "1.750x", "1.23 %", "sample_match"):
         assert expected in page.text
+    for expected in ("3.10", "5.25", "draft 0.40, verify 1.00, relay 0.05, commit 0.10"):
+        assert expected in page.text
     assert "a <b>" in page.text  # escaped, so that it is text
     assert "<dflow>" in page.text
     assert "target_fingerprint" in page.text
@@ -108,6 +118,113 @@ def test_charts_have_labels(page):
     for expected in ("draft position j", "accepted drafts a", "share of rounds"):
         assert expected in page.text
     assert "<dflow>, relay on" in page.text
+
+
+def test_one_concurrency_has_no_throughput_chart(page):
+    assert "Speed and losslessness, concurrency 1" in page.text
+    assert "Tokens per second by concurrency" not in page.text
+
+
+def test_throughput_by_concurrency(tmp_path):
+    """One line a way to decode, a point a concurrency; all else shows the smallest alone."""
+    content = [
+        row(
+            "runs/dflow",
+            relay,
+            "pooled",
+            concurrency=level,
+            tau=2.0 + level,
+            tokens_per_second=rate * level**0.5,
+            plain_tokens_per_second=100.0 * level,
+            speedup=rate / 100 / level**0.5,
+            lossless=level != 16,
+        )
+        for level in (16, 4, 1)
+        for relay, rate in (("on", 250.0), ("off", 200.0))
+    ]
+    path = write(tmp_path / "a.json", content=content)
+    report_command(bench=[path], out=tmp_path / "r.html")
+    page, html = Page(tmp_path / "r.html"), (tmp_path / "r.html").read_text()
+    assert page.open == []
+    for expected in ("concurrency: requests in flight", "tokens per second", "plain", "1000.0"):
+        assert expected in page.text
+    assert "Speed and losslessness, concurrency 1" in page.text
+    assert "3.000" in page.text  # tau of concurrency 1
+    assert "6.000" not in page.text
+    assert page.text.count("NO") == 2  # a wrong answer shows at whatever concurrency it came
+    lines = re.findall(r'<polyline points="([^"]*)"', html)
+    assert len(lines) == 2 + 3  # acceptance per position of two arms, then throughput
+    plain, on, off = lines[-3:]
+    heights = {
+        name: [float(point.split(",")[1]) for point in line.split()]
+        for name, line in (("plain", plain), ("on", on), ("off", off))
+    }
+    top, floor = 16.0, 256.0  # of the axis, 0 to 2000 tokens per second
+    expected = {"plain": (100, 400, 1600), "on": (250, 500, 1000), "off": (200, 400, 800)}
+    for name, rates in expected.items():
+        wanted = [floor - (floor - top) * rate / 2000 for rate in rates]
+        assert heights[name] == pytest.approx(wanted, abs=0.1)
+    dashes = re.findall(r'<polyline[^>]*stroke-dasharray="([^"]*)"', html)[-3:]
+    assert len(set(dashes)) == 3
+
+
+def test_concurrencies_of_two_files_are_joined(tmp_path):
+    files = [
+        write(tmp_path / f"{level}.json", content=[row("x", "off", "pooled", concurrency=level)])
+        for level in (1, 8)
+    ]
+    report_command(bench=files, out=tmp_path / "r.html")
+    assert "Tokens per second by concurrency" in Page(tmp_path / "r.html").text
+
+
+def test_drafters_without_a_common_concurrency_are_not_compared(tmp_path):
+    content = [row("x", "off", "pooled"), row("y", "off", "pooled", concurrency=8)]
+    path = write(tmp_path / "a.json", content=content)
+    with pytest.raises(InputError, match=r"no concurrency .* \(x, relay off: 1; y, relay off: 8\)"):
+        report_command(bench=[path], out=tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_backends_and_rules_are_told_apart(tmp_path):
+    content = [
+        row("x", "off", "pooled", temperature=1.0, acceptance=rule, backend=backend, tau=tau)
+        for rule, backend, tau in (("sample_match", "eager", 2.5), ("rejection", "compiled", 2.0))
+    ]
+    path = write(tmp_path / "a.json", content=content)
+    report_command(bench=[path], out=tmp_path / "r.html")
+    text = Page(tmp_path / "r.html").text
+    assert "x, eager, sample_match" in text
+    assert "x, compiled, rejection" in text
+    assert "0.800" in text
+
+
+def test_unknown_rates_are_dashes(tmp_path):
+    unknown = dict.fromkeys(
+        (
+            "requests_in_flight",
+            "tokens_per_second",
+            "plain_tokens_per_second",
+            "speedup",
+            "time_per_output_token_p50",
+            "time_per_output_token_p95",
+            "round_milliseconds",
+            "relay_share",
+        )
+    )
+    content = [row("x", "on", "pooled", concurrency=level, **unknown) for level in (1, 2)]
+    report_command(bench=[write(tmp_path / "a.json", content=content)], out=tmp_path / "r.html")
+    text = Page(tmp_path / "r.html").text
+    assert "Throughput and latency by concurrency" in text
+    assert "Tokens per second by concurrency" not in text
+    assert "None" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0.3, 0.4), (1.0, 1.0), (1.5, 2.0), (1600.0, 2000.0), (401, 600.0), (85000.0, 100000.0)],
+)
+def test_the_top_of_an_axis(value, expected):
+    assert round_up(value) == pytest.approx(expected)
 
 
 def test_an_answer_that_differs_stands_out(tmp_path):

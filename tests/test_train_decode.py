@@ -5,9 +5,9 @@ import torch
 from training import make_module, one_text, rollout_of, train
 
 from dflow_lightning.blocks import Anchors
-from dflow_lightning.decode import RoundTimer
-from dflow_lightning.decode.rounds import Models, round_step
-from dflow_lightning.draft import embed_blocks, relay_correction
+from dflow_lightning.decode import Engine, Request
+from dflow_lightning.decode.rounds import correct
+from dflow_lightning.draft import embed_blocks
 from dflow_lightning.rollout import Round, StepInputs, clean_forward
 
 
@@ -25,9 +25,7 @@ def packed_logits(module, inputs: StepInputs):
 
 def decoding_inputs(models, state):
     """Slot inputs of the block that decoding drafts next."""
-    correction = None
-    if state.relay is not None:
-        correction = relay_correction(models.target, models.relay, state.relay)
+    correction = correct(models, state)
     anchor_ids = state.tokens_RT.gather(1, state.anchor_R.unsqueeze(1))
     return embed_blocks(models.target, models.drafter, anchor_ids, correction)
 
@@ -35,11 +33,15 @@ def decoding_inputs(models, state):
 @torch.no_grad()
 def test_packed_training_forward_equals_cached_decoding(half_trained):
     module, batch = half_trained
-    models = Models(module.target, module.drafter, module.relay, module.relay_config.first_rejected)
+    models = module.decoder().models()
     compared = 0
     for prompt_length in range(5, 45, 4):
         ids = batch.input_ids_BS[0].tolist()
-        state = module.decoder()._prefill([ids[:prompt_length]], [0], 30, 0.0, (), models)
+        engine = Engine(models, num_slots=1, max_length=80)
+        engine.submit(Request(prompt_ids=ids[:prompt_length], max_new_tokens=30, stop_token_ids=()))
+        engine.admit()
+        engine.prefill()
+        state = engine.state
         # The first committed token stands at position `prompt_length`: the first block's anchor.
         anchors = Anchors(torch.tensor([[prompt_length]]), torch.tensor([[True]]))
         inputs = clean_forward(module.target, batch, module.drafter.dims.target_layer_ids, 4)
@@ -55,7 +57,7 @@ def test_packed_training_forward_equals_cached_decoding(half_trained):
             difference = (module.target.head(hidden) - logits).abs().max()
             assert difference <= 1e-4, (prompt_length, number, difference)
             compared += number > 0
-            round_step(models, state, RoundTimer())
+            engine.round()
     assert compared >= 8  # relay rounds, not only mask rounds
 
 

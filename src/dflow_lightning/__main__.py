@@ -13,6 +13,10 @@ RUNS = {
 }
 TOOLS = {
     "export": ("dflow_lightning.export:export_command", "write a checkpoint in the export layout"),
+    "validate-export": (
+        "dflow_lightning.validate_export:validate_export_command",
+        "prove an exported drafter before it is served",
+    ),
     "decode": ("dflow_lightning.decode.command:decode_command", "answer prompts speculatively"),
     "bench": ("dflow_lightning.bench:bench_command", "measure tau and speed of drafters"),
     "report": ("dflow_lightning.report:report_command", "turn bench results into one page"),
@@ -23,7 +27,7 @@ TOOLS = {
 def usage() -> str:
     """The text of `dflow-train --help`; written by hand, so that it answers at once."""
     tools = {name: text for name, (_, text) in TOOLS.items()}
-    lines = [f"  {name:<10}{text}" for name, text in (RUNS | tools).items()]
+    lines = [f"  {name:<17}{text}" for name, text in (RUNS | tools).items()]
     return "\n".join(
         [
             "usage: dflow-train <command> [options]",

@@ -1,7 +1,10 @@
 """Files and folders that appear whole or not at all."""
 
 import ctypes
+import fcntl
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,20 +39,70 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def staged_folder(out: Path) -> Iterator[Path]:
-    """A new folder beside `out` that takes its place, and that of what was there, on success."""
+    """A new folder beside `out` that takes its place, and that of what was there, on success.
+
+    A process that is killed leaves hidden folders beside `out`, never a part of one at `out`; the
+    next call for the same `out` removes them. Folders of processes that still run are locked, and
+    left alone.
+    """
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    staged = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir()
+    staged = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    with _lock(out.parent, wait=True):  # nobody clears up between making a folder and locking it
+        _clear_leftovers(out)
+        staged.mkdir()
+        lock = _lock(staged)
+    with lock:
+        try:
+            yield staged
+            if os.path.lexists(out):
+                _exchange(staged, out)
+            else:
+                staged.rename(out)
+        finally:
+            _remove(staged)
+
+
+class _Lock:
+    """The kernel's lock on a folder; it ends with the process, however that dies."""
+
+    def __init__(self, handle: int, held: bool) -> None:
+        self.handle, self.held = handle, held
+
+    def __enter__(self) -> bool:
+        return self.held
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.handle)
+
+
+def _lock(folder: Path, *, wait: bool = False) -> _Lock:
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        yield staged
-        if out.exists():
-            _exchange(staged, out)
-        else:
-            staged.rename(out)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # another process holds it, or the file system has no locks
+        return _Lock(handle, False)
+    return _Lock(handle, True)
+
+
+def _clear_leftovers(out: Path) -> None:
+    """Remove what killed processes left beside `out`, and bring back what one had set aside."""
+    name = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]+\.(partial|previous)")
+    for left in [path for path in out.parent.iterdir() if name.fullmatch(path.name)]:
+        if not left.is_dir() or left.is_symlink():
+            continue
+        with _lock(left) as held:
+            if held and left.suffix == ".previous" and not os.path.lexists(out):
+                left.rename(out)
+            elif held:
+                _remove(left)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():  # `out` was one; what it leads to is not ours
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _exchange(staged: Path, out: Path) -> None:
@@ -61,6 +114,7 @@ def _exchange(staged: Path, out: Path) -> None:
         failed = -1
     if failed:
         previous = staged.with_suffix(".previous")
-        out.rename(previous)
-        staged.rename(out)
-        shutil.rmtree(previous, ignore_errors=True)
+        with _lock(out):
+            out.rename(previous)
+            staged.rename(out)
+            _remove(previous)

@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,20 +17,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dflow_lightning import atomic
+from dflow_lightning.bench_row import Row
 from dflow_lightning.bench_table import show
 from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
+from dflow_lightning.decode.engine import Acceptance
+from dflow_lightning.decode.steps import Backend
 from dflow_lightning.errors import InputError
-from dflow_lightning.measure import (
-    BenchSettings,
-    RelayChoice,
-    Row,
-    bench,
-    num_steps,
-)
+from dflow_lightning.measure import BenchResult, BenchSettings, RelayChoice, bench, num_steps
 from dflow_lightning.target import FrozenTarget
 
-__all__ = ["BenchSettings", "Row", "bench", "bench_command"]
+__all__ = ["BenchResult", "BenchSettings", "Row", "bench", "bench_command"]
 
 TINY_SUITE = Path("prompts/test.jsonl")  # beside the weights of the embedded target
 
@@ -44,7 +42,9 @@ def bench_command(
     max_new_tokens: int = 128,
     relay: RelayChoice = "both",
     json: Path | None = None,
-    batch_size: int = 1,
+    concurrency: list[int] = [1],  # noqa: B006
+    acceptance: Acceptance = "match",
+    backend: Backend = "eager",
     seed: int = 0,
     quiet: bool = False,
 ) -> None:
@@ -59,7 +59,11 @@ def bench_command(
         max_new_tokens: upper limit of an answer.
         relay: how drafters that have a relay are measured.
         json: also write the rows and the environment to this file.
-        batch_size: requests decoded together.
+        concurrency: requests in flight at the same time, one number or more, separated by commas.
+        acceptance: `match` accepts a draft that the target chooses; `rejection` is rejection
+            sampling, whose answers above temperature 0 cannot be compared with the plain ones.
+        backend: `eager` or `compiled`, for plain decoding as well; or `package`, the compiled draft
+            step of the exports, against eager plain decoding.
         seed: of the sampling noise.
         quiet: print the tables only.
     """
@@ -67,7 +71,9 @@ def bench_command(
         temperatures=temperature,
         relay=relay,
         max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
+        concurrency=concurrency,
+        acceptance=acceptance,
+        backend=backend,
         seed=seed,
     )
     check_settings(settings, drafter, per_family)
@@ -83,15 +89,16 @@ def bench_command(
     decoders = {str(one): SpeculativeDecoder.from_export(one, frozen) for one in drafter}
     if json is not None:
         atomic.check_writable(json, "json")
-    rows = bench_shown(decoders, prompts, settings, quiet)
+    result = bench_shown(decoders, prompts, settings, quiet)
     if json is not None:
         about = environment(frozen, settings, suite, path, prompts)
-        content = {"rows": [asdict(row) for row in rows], "environment": about}
+        about |= {"warm_up_seconds": result.warm_up_seconds}
+        content = {"rows": [asdict(row) for row in result.rows], "environment": about}
         atomic.write_text(json, jsonlib.dumps(content, indent=1) + "\n")
-    show(rows)
+    show(result.rows)
     if json is not None:
         print(f"rows and environment written to {json}")
-    if any(row.lossless is False for row in rows):
+    if any(row.lossless is False for row in result.rows):
         print("NOT LOSSLESS: answers differ from plain decoding (see above)", file=sys.stderr)
         raise SystemExit(1)
 
@@ -101,7 +108,7 @@ def bench_shown(
     prompts: list[Prompt],
     settings: BenchSettings,
     quiet: bool,
-) -> list[Row]:
+) -> BenchResult:
     """`bench` with a bar on a terminal, and a line per family in a log."""
     errors = Console(stderr=True)
     shown = ""
@@ -123,21 +130,31 @@ def check_settings(settings: BenchSettings, drafters: list[Path], per_family: in
         raise InputError("drafter: none given; name the folder of an export")
     if len(set(drafters)) < len(drafters):
         raise InputError("drafter: the same folder is given twice; name each once")
-    if not settings.temperatures:
-        raise InputError("temperature: none given; 0 is greedy")
+    lists: dict[str, tuple[Sequence[float], str]] = {
+        "temperature": (settings.temperatures, "0 is greedy"),
+        "concurrency": (settings.concurrency, "1 is one request at a time"),
+    }
+    for name, (values, example) in lists.items():
+        if not values:
+            raise InputError(f"{name}: none given; {example}")
+        twice = [value for value in values if values.count(value) > 1]
+        if twice:
+            raise InputError(f"{name} holds {twice[0]} twice; give each value once")
     for temperature in settings.temperatures:
-        if temperature < 0:
+        if not 0 <= temperature < float("inf"):
             raise InputError(
                 f"temperature holds {temperature}; give 0 for greedy or positive numbers"
             )
-    counts = {
-        "per_family": per_family,
-        "max_new_tokens": settings.max_new_tokens,
-        "batch_size": settings.batch_size,
-    }
-    for name, value in counts.items():
-        if value < 1:
-            raise InputError(f"{name} is {value}; give 1 or more")
+    for concurrency in settings.concurrency:
+        if concurrency < 1:
+            raise InputError(f"concurrency holds {concurrency}; give 1 or more")
+    if per_family < 1:
+        raise InputError(f"per_family is {per_family}; give 1 or more")
+    if settings.max_new_tokens < 2:
+        raise InputError(
+            f"max_new_tokens is {settings.max_new_tokens}; give 2 or more, since the first token "
+            "comes with the prompt and takes no round"
+        )
 
 
 def suite_path(suite: str, target: str) -> Path:
@@ -175,7 +192,7 @@ def environment(
     families = [prompt.family for prompt in prompts]
     return {
         "command": shlex.join(["dflow-train", *sys.argv[1:]]),
-        "engine": "dflow-lightning eager",
+        "engine": f"dflow-lightning {settings.backend}",
         "versions": versions(),
         "machine": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
@@ -190,6 +207,8 @@ def environment(
         "suite_hash": hashlib.sha256(path.read_bytes()).hexdigest()[:16],
         "prompts": {family: families.count(family) for family in dict.fromkeys(families)},
         "max_new_tokens": settings.max_new_tokens,
-        "batch_size": settings.batch_size,
+        "concurrency": list(settings.concurrency),
+        "backend": settings.backend,
+        "acceptance": settings.acceptance,
         "seed": settings.seed,
     }

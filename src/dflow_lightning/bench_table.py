@@ -10,23 +10,37 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from dflow_lightning.bench import Row
+    from dflow_lightning.bench_row import Row
 
 PLAIN_WIDTH = 80
 LISTED = 10
+COLUMNS = 6  # concurrencies that fit beside each other
 
 
 def show(rows: Sequence["Row"], console: Console | None = None) -> None:
-    """Speed, acceptance per position, then every answer that was not the plain one."""
+    """Speed, acceptance per position, then every answer that was not the plain one.
+
+    Several concurrencies get a table of throughput; all else is of the smallest one.
+    """
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=PLAIN_WIDTH, no_color=True)
     names = short_names([row.drafter for row in rows])
     print_text = partial(console.print, highlight=False, markup=False)
-    print_text("tau = accepted drafts + 1; speed against plain decoding in this run")
-    console.print(speed_table(rows, names, console.is_terminal))
+    levels = sorted({row.concurrency for row in rows})
+    if len(levels) > 1:
+        print_text("tokens/s of all requests together and speed-up over plain, by concurrency")
+        for start in range(0, len(levels), COLUMNS):
+            some = levels[start : start + COLUMNS]
+            console.print(throughput_table(rows, some, names, console.is_terminal))
+            print_text("")
+    one = [row for row in rows if row.concurrency == levels[0]]
+    print_text(
+        f"concurrency {levels[0]}: tau = accepted drafts + 1; speed against plain in this run"
+    )
+    console.print(speed_table(one, names, console.is_terminal))
     print_text("\nshare of rounds that accept draft 1, 2, ... in %")
-    console.print(position_table(rows, names, console.is_terminal))
+    console.print(position_table(one, names, console.is_terminal))
     for row in rows:
         if row.family == "pooled":
             _list_differences(row, names, print_text)
@@ -54,29 +68,60 @@ def _add_names(table: Table) -> None:
     table.add_column("drafter", overflow="fold", min_width=6)
     table.add_column("relay")
     table.add_column("T", justify="right")
-    table.add_column("family", overflow="fold")
 
 
 def _named(row: "Row", names: dict[str, str]) -> list[str]:
     return [names[row.drafter], row.relay, f"{row.temperature:g}", row.family]
 
 
+def throughput_table(
+    rows: Sequence["Row"], levels: Sequence[int], names: dict[str, str], is_terminal: bool
+) -> Table:
+    """A line for plain decoding and for each drafter, over all families; columns: concurrency."""
+    table = _table(is_terminal)
+    _add_names(table)
+    table.add_column("")
+    for level in levels:
+        table.add_column(str(level), justify="right", no_wrap=True)
+    pooled = [row for row in rows if row.family == "pooled"]
+    for temperature in dict.fromkeys(row.temperature for row in pooled):
+        arms: dict[tuple[str, str], dict[int, Row]] = {}
+        for row in pooled:
+            if row.temperature == temperature:
+                arms.setdefault((row.drafter, row.relay), {})[row.concurrency] = row
+        plain = next(iter(arms.values()))
+        rates = [shown(plain[level].plain_tokens_per_second, ".0f") for level in levels]
+        table.add_row("plain", "", f"{temperature:g}", "tok/s", *rates)
+        for (drafter, relay), cells in arms.items():
+            rates = [shown(cells[level].tokens_per_second, ".0f") for level in levels]
+            ratios = [shown(cells[level].speedup, ".2f", "x") for level in levels]
+            both = [f"{rate}\n{ratio}" for rate, ratio in zip(rates, ratios, strict=True)]
+            table.add_row(names[drafter], relay, f"{temperature:g}", "tok/s\nspeed", *both)
+    return table
+
+
+def shown(value: float | None, form: str, unit: str = "") -> str:
+    """A number, or a dash where nothing was measured."""
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
 def speed_table(rows: Sequence["Row"], names: dict[str, str], is_terminal: bool) -> Table:
     table = _table(is_terminal)
     _add_names(table)
+    table.add_column("family", overflow="fold")
     for name in ("tau", "drafts", "tok/s", "speed", "relay%", "lossless"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         lossless = {True: "yes", False: "NO", None: "n/a"}[row.lossless]
         ties = f" ({row.excused_ties})" if row.excused_ties else ""
-        share = "-" if row.relay_share is None else f"{100 * row.relay_share:.1f}"
+        share = None if row.relay_share is None else 100 * row.relay_share
         table.add_row(
             *_named(row, names),
             f"{row.tau:.2f}",
             f"{row.accepted_drafts:.2f}",
-            f"{row.tokens_per_second:.0f}",
-            f"{row.speedup:.2f}x",
-            share,
+            shown(row.tokens_per_second, ".0f"),
+            shown(row.speedup, ".2f", "x"),
+            shown(share, ".1f"),
             lossless + ties,
             style="bold" if row.family == "pooled" else None,
         )
@@ -86,6 +131,7 @@ def speed_table(rows: Sequence["Row"], names: dict[str, str], is_terminal: bool)
 def position_table(rows: Sequence["Row"], names: dict[str, str], is_terminal: bool) -> Table:
     table = _table(is_terminal)
     _add_names(table)
+    table.add_column("family", overflow="fold")
     table.add_column("per position")
     for row in rows:
         shares = " ".join(f"{100 * share:.0f}" for share in row.position_acceptance)
@@ -94,7 +140,10 @@ def position_table(rows: Sequence["Row"], names: dict[str, str], is_terminal: bo
 
 
 def _list_differences(row: "Row", names: dict[str, str], print_text: Callable) -> None:
-    what = f"{names[row.drafter]}, relay {row.relay}, T={row.temperature:g}"
+    what = (
+        f"{names[row.drafter]}, relay {row.relay}, T={row.temperature:g}, "
+        f"concurrency {row.concurrency}"
+    )
     for one in row.differences[:LISTED]:
         margin = "no tie" if one.margin is None else f"margin {one.margin:.1e}"
         verdict = "excused tie" if one.excused else "DIFFERENT"

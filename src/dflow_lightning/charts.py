@@ -1,5 +1,7 @@
 """Charts as inline SVG that can be read in black and white."""
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -12,20 +14,47 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 300, 64, 44, 16
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart: what it is called and its value at each x."""
+    """One line of a chart: what it is called and its value at each x; None leaves a place out."""
 
     name: str
-    values: list[float]
+    values: Sequence[float | None]
 
 
-def line_chart(title: str, x_label: str, series: list[Series]) -> str:
+def share_chart(title: str, x_label: str, series: list[Series]) -> str:
+    """Lines of shares between 0 and 1 over 1, 2, ..."""
     num_x = max(len(one.values) for one in series)
-    step = (WIDTH - LEFT - 20) / max(1, num_x - 1)
-    marks = [
-        axes(x_label, "share of rounds", 1.0, [(LEFT + i * step, str(i + 1)) for i in range(num_x)])
-    ]
+    names = [str(i + 1) for i in range(num_x)]
+    return line_chart(title, x_label, names, "share of rounds", 1.0, percent, series)
+
+
+def rate_chart(
+    title: str, x_label: str, x_names: list[str], y_label: str, series: list[Series]
+) -> str:
+    """Lines of positive numbers; the named places of x are equally far apart."""
+    values = [value for one in series for value in one.values if value is not None]
+    return line_chart(
+        title, x_label, x_names, y_label, round_up(max(values)), "{:g}".format, series
+    )
+
+
+def line_chart(
+    title: str,
+    x_label: str,
+    x_names: list[str],
+    y_label: str,
+    top: float,
+    y_name: Callable[[float], str],
+    series: list[Series],
+) -> str:
+    step = (WIDTH - LEFT - 20) / max(1, len(x_names) - 1)
+    ticks = [(LEFT + i * step, name) for i, name in enumerate(x_names)]
+    marks = [axes(x_label, y_label, top, y_name, ticks)]
     for index, one in enumerate(series):
-        points = [(LEFT + i * step, y_at(value, 1.0)) for i, value in enumerate(one.values)]
+        points = [
+            (LEFT + i * step, y_at(value, top))
+            for i, value in enumerate(one.values)
+            if value is not None
+        ]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         grey, dash = GREYS[index % len(GREYS)], DASHES[index % len(DASHES)]
         marks.append(
@@ -41,12 +70,12 @@ def bar_chart(title: str, x_label: str, series: list[Series]) -> str:
     num_x = max(len(one.values) for one in series)
     slot = (WIDTH - LEFT - 10) / num_x
     bar = 0.8 * slot / len(series)
-    top = max(0.05, max(value for one in series for value in one.values))
+    top = max(0.05, max(value or 0.0 for one in series for value in one.values))
     ticks = [(LEFT + (i + 0.5) * slot, str(i)) for i in range(num_x)]
-    marks = [axes(x_label, "share of rounds", top, ticks)]
+    marks = [axes(x_label, "share of rounds", top, percent, ticks)]
     for index, one in enumerate(series):
         for i, value in enumerate(one.values):
-            x, y = LEFT + i * slot + 0.1 * slot + index * bar, y_at(value, top)
+            x, y = LEFT + i * slot + 0.1 * slot + index * bar, y_at(value or 0.0, top)
             marks.append(box(index, x, y, bar, HEIGHT - BOTTOM - y))
     legend = [(one.name, bar_key(index)) for index, one in enumerate(series)]
     return figure(title, marks, legend)
@@ -56,7 +85,23 @@ def y_at(value: float, top: float) -> float:
     return TOP + (HEIGHT - BOTTOM - TOP) * (1 - value / top)
 
 
-def axes(x_label: str, y_label: str, top: float, ticks: list[tuple[float, str]]) -> str:
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%"
+
+
+def round_up(value: float) -> float:
+    """The next number of one digit whose quarters are short as well."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(digit * power for digit in (1, 2, 4, 6, 8, 10) if digit * power >= value)
+
+
+def axes(
+    x_label: str,
+    y_label: str,
+    top: float,
+    y_name: Callable[[float], str],
+    ticks: list[tuple[float, str]],
+) -> str:
     floor, right = HEIGHT - BOTTOM, WIDTH - 5
     parts = [
         f'<path d="M{LEFT - 8} {TOP}V{floor}H{right}" fill="none" stroke="#000"/>',
@@ -66,7 +111,7 @@ def axes(x_label: str, y_label: str, top: float, ticks: list[tuple[float, str]])
     for fraction in (0.0, 0.25, 0.5, 0.75, 1.0):
         y = y_at(fraction * top, top)
         parts.append(f'<path d="M{LEFT - 8} {y:.1f}H{right}" stroke="#ddd"/>')
-        parts.append(text(LEFT - 12, y + 4, f"{100 * fraction * top:.0f}%", anchor="end"))
+        parts.append(text(LEFT - 12, y + 4, y_name(fraction * top), anchor="end"))
     parts += [text(x, floor + 16, label) for x, label in ticks]
     return "".join(parts)
 

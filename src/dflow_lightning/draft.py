@@ -34,6 +34,13 @@ def embed_blocks(
     )
 
 
+def draft_hidden(
+    drafter: Drafter, x_BNKD: Tensor, context: list[ContextKV], anchors_BN: Tensor
+) -> Tensor:
+    """Hidden states of slots 1..K-1, `[B, N, K-1, D]`, ready for the target's head."""
+    return drafter(x_BNKD, context, anchors_BN)[..., 1:, :]
+
+
 def draft_tokens(
     target: FrozenTarget,
     drafter: Drafter,
@@ -42,5 +49,5 @@ def draft_tokens(
     anchors_BN: Tensor,
 ) -> Tensor:
     """Greedy drafts of slots 1..K-1, `[B, N, K-1]`, from one drafter forward."""
-    hidden_BNKD = drafter(x_BNKD, context, anchors_BN)
-    return target.head(hidden_BNKD[..., 1:, :].to(target.dtype)).argmax(-1)
+    hidden_BNJD = draft_hidden(drafter, x_BNKD, context, anchors_BN)
+    return target.head(hidden_BNJD.to(target.dtype)).argmax(-1)

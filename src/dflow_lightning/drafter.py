@@ -131,7 +131,7 @@ class Drafter(nn.Module):
                 # Keeps its input's scale at every width; at 2,500 about 0.02, Qwen3's own value.
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
         # A plain attribute, not a buffer: no cast of the module may touch the float32 frequencies.
-        self._inverse_frequencies, self._rope_scale = rope_frequencies(dims)
+        self.inverse_frequencies, self._rope_scale = rope_frequencies(dims)
 
     def project(self, taps: Tensor) -> Tensor:
         """Context features `h = hidden_norm(fc(taps))`, `[..., C] -> [..., D]`."""
@@ -160,7 +160,7 @@ class Drafter(nn.Module):
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine for rotation, `[B, 1, ..., E]`."""
-        frequencies = self._inverse_frequencies.to(positions.device)
+        frequencies = self.inverse_frequencies.to(positions.device)
         angles = positions.unsqueeze(1).unsqueeze(-1).float() * frequencies
         angles = torch.cat([angles, angles], dim=-1)
         cos, sin = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale

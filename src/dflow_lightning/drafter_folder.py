@@ -1,7 +1,8 @@
 """Reading a drafter from its folder, strictly: what does not fit is named, never guessed.
 
 Serving stacks skip unknown tensors, leave missing ones random and fall back to defaults without a
-word; whoever decodes with us learns of it here. Only safetensors and JSON are read.
+word; whoever decodes with us learns of it here. Only safetensors and JSON are read. A folder that
+`dflow-train export` wrote is also compared with what it recorded (`integrity.py`).
 """
 
 import json
@@ -13,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from dflow_lightning import integrity
 from dflow_lightning.dims import DrafterDims, check_mask_token_id
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
@@ -68,10 +70,13 @@ def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
     config = read_config(folder / "config.json")
     dims = dims_from_config(config, folder)
     check_target(config, dims, target, folder)
+    if "dflow_config" in config:  # what others publish may hold their code
+        integrity.check_files(folder)
     drafter = Drafter(dims)
     dtype = config.get("dtype") or config.get("torch_dtype")
     load_tensors(drafter, folder / "model.safetensors", dtype if "dflow_config" in config else None)
     relay, first_rejected = _load_relay(folder, config, dims)
+    integrity.check_unchanged(folder, config)
     for part in (drafter, relay):
         if part is not None:
             part.to(target.device, target.dtype).eval().requires_grad_(False)
@@ -89,6 +94,11 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(config, dict):
         raise InputError(f"drafter: {path} is not a JSON object; export the drafter again")
+    for key in ("dflash_config", "dflow_config"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise InputError(
+                f"drafter: {key} in {path} is no JSON object; export the drafter again"
+            )
     return config
 
 
@@ -124,6 +134,11 @@ def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
         value = draft.get(key, config.get(key))
         if value is None:
             raise InputError(f"drafter: {folder}/config.json lacks {key}; export the drafter again")
+        if not _fits(key, value):
+            raise InputError(
+                f"drafter: {folder}/config.json has {key} {value!r}, which is of the wrong type; "
+                "export the drafter again"
+            )
         return value
 
     numbers = {
@@ -140,18 +155,35 @@ def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
     )
 
 
+def _fits(key: str, value: Any) -> bool:
+    if key == "target_layer_ids":
+        return isinstance(value, list) and all(type(number) is int for number in value)
+    return type(value) is int or (key == "rms_norm_eps" and type(value) is float)
+
+
 def rope_from_config(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """RoPE in either of its two schemas; where both stand they have to agree."""
     new = config.get("rope_parameters")
     theta, scaling = config.get("rope_theta"), config.get("rope_scaling")
+    if not isinstance(new or {}, dict) or not isinstance(scaling or {}, dict):
+        raise InputError(
+            f"drafter: {folder}/config.json has rope_parameters {new!r} and rope_scaling "
+            f"{scaling!r}, which are to be JSON objects; copy the target's"
+        )
     if new is None:
         if theta is None:
             raise InputError(f"drafter: {folder}/config.json lacks rope_theta; copy the target's")
-        return {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+        new = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
     if theta is not None and theta != new.get("rope_theta"):
         raise InputError(
             f"drafter: {folder} has rope_theta {theta}, but {new.get('rope_theta')} in "
             "rope_parameters; make both the target's"
+        )
+    base = new.get("rope_theta", 1)
+    if type(base) not in (int, float) or base <= 0:
+        raise InputError(
+            f"drafter: {folder} has rope_theta {base!r}, which is no positive number; copy the "
+            "target's"
         )
     return dict(new)
 
@@ -273,6 +305,11 @@ def _load_relay(
     missing = [key for key in ("hidden_size", "first_rejected", "norm_eps") if key not in settings]
     if missing:
         raise InputError(f"drafter: {folder}/relay/config.json lacks {missing[0]}; export it again")
-    relay = Relay(dims.hidden_size, settings["hidden_size"], norm_eps=settings["norm_eps"])
+    relay = Relay(
+        dims.hidden_size,
+        settings["hidden_size"],
+        norm_eps=settings["norm_eps"],
+        normalize_boundary=settings.get("normalize_boundary", False),  # older exports did not
+    )
     load_tensors(relay, folder / "relay/relay.safetensors", None)
     return relay, bool(settings["first_rejected"])

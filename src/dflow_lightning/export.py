@@ -6,10 +6,14 @@
     relay/relay.safetensors
     README.md                 model card
 
+`dflow_config` also holds what proves the folder later: checksums (`integrity.py`), what the tapped
+layers of the target give (`tap_fingerprint.py`) and the tau of the training (`training_record`).
 Only safetensors is ever read. Shapes: B batch, S context rows, N blocks, K block size, D hidden.
 """
 
 import json
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dflow_lightning import atomic
+from dflow_lightning import atomic, integrity
+from dflow_lightning.decode.state import Models
 from dflow_lightning.dims import DrafterDims
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.drafter_folder import (
@@ -30,6 +35,7 @@ from dflow_lightning.drafter_folder import (
 from dflow_lightning.errors import InputError
 from dflow_lightning.model_card import model_card
 from dflow_lightning.relay import Relay
+from dflow_lightning.tap_fingerprint import tap_fingerprint
 from dflow_lightning.target import FrozenTarget
 
 KNOWN_NAMES = {"config.json", "model.safetensors", "relay", "README.md", "decode"}
@@ -39,7 +45,9 @@ def export_command(
     *,
     checkpoint: Path,
     out: Path,
+    format: Literal["dflash", "speculators"] = "dflash",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    compile: bool = False,
     target: str | None = None,
 ) -> None:
     """Write the folder that SGLang, vLLM and `dflow-train decode` load.
@@ -47,7 +55,11 @@ def export_command(
     Args:
         checkpoint: a checkpoint file written by `dflow-train fit`.
         out: folder to write; an earlier export there is replaced in one step.
+        format: `dflash` is the layout of published DFlash drafters; `speculators` that of the
+            library of this name, which vLLM reads too, but not `dflow-train decode` and SGLang.
         dtype: how the weights are stored.
+        compile: add `decode/draft.pt2`, the draft step with relay compiled for this kind of device
+            (`dflow-train decode --backend package`); about a minute.
         target: where the target is now, if not where it was trained with.
     """
     check_replaceable(out)
@@ -56,8 +68,17 @@ def export_command(
         DrafterModule,
     )  # Lightning, which reading an export never needs
 
+    write: Any = export_drafter
+    if format == "speculators":
+        if compile:
+            raise InputError("compile: only the format dflash holds a package; leave one out")
+        from dflow_lightning.export_speculators import export_speculators
+
+        write = export_speculators
+    elif compile:
+        write = partial(export_drafter, compile=True)
     module = DrafterModule.from_checkpoint(checkpoint, target=target)
-    export_drafter(
+    write(
         module.drafter,
         module.relay,
         module.target,
@@ -75,7 +96,16 @@ def export_command(
 
 
 def read_recipe(checkpoint: Path) -> dict[str, Any]:
-    """What the run was started with and how far it came; no pickled code is run."""
+    """What the run was started with, how far it came, and what it measured there."""
+    content = read_checkpoint(checkpoint)
+    return dict(content.get("recipe") or {}) | {
+        "steps": content.get("global_step"),
+        "training": training_record(checkpoint.name, content),
+    }
+
+
+def read_checkpoint(checkpoint: Path) -> dict[str, Any]:
+    """Content of a checkpoint; its tensors stay on disk and no pickled code is run."""
     if not checkpoint.is_file():
         kind = "is a folder" if checkpoint.is_dir() else "does not exist"
         raise InputError(f"checkpoint: {checkpoint} {kind}; give the .ckpt file of a run")
@@ -86,7 +116,46 @@ def read_recipe(checkpoint: Path) -> dict[str, Any]:
         raise InputError(f"checkpoint: {checkpoint} cannot be read ({reason})") from error
     if not isinstance(content, dict) or "state_dict" not in content:
         raise InputError(f"checkpoint: {checkpoint} is not of a run; give the .ckpt file of one")
-    return dict(content.get("recipe") or {}) | {"steps": content.get("global_step")}
+    return content
+
+
+def training_record(name: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The tau that validation measured for the checkpoint of this file name, on which prompts.
+
+    A checkpoint stores the scores of the best files of its run by their names. The last checkpoint
+    is not among them, and neither is a file that was renamed: None, since nothing is known of them.
+
+    Returns:
+        `step`, `val_tau_relay_on` or `val_tau_relay_off` (what the run monitored), and
+        `validation`: the prompts' file name and sha256, how many of each family, and how they were
+        decoded.
+    """
+    relay = content.get("dflow", {}).get("relay", {}).get("enabled", False)
+    tau_names = {"val/tau": f"val_tau_relay_{'on' if relay else 'off'}",
+                 "val/tau_relay_off": "val_tau_relay_off"}  # fmt: skip
+    for state in content.get("callbacks", {}).values():
+        scores = {Path(path).name: tau for path, tau in state.get("best_k_models", {}).items()}
+        tau_name = tau_names.get(state.get("monitor"))
+        if tau_name and name in scores and "validation" in content.get("recipe", {}):
+            return {
+                "step": content.get("global_step"),
+                tau_name: round(float(scores[name]), 6),
+                "validation": _validation_prompts(content["recipe"]),
+            }
+    return None
+
+
+def _validation_prompts(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    data, validation = recipe.get("data") or {}, recipe["validation"]
+    path = Path(data.get("validation") or "")
+    counts = [validation["prompts_per_family"], data.get("limit_validation")]
+    return {
+        "file": path.name,
+        "sha256": integrity.file_sha256(path) if path.is_file() else None,
+        "per_family": min((count for count in counts if count), default=None),
+        "enable_thinking": data.get("enable_thinking", False),
+        **{key: validation[key] for key in ("max_new_tokens", "temperature", "batch_size")},
+    }
 
 
 def export_drafter(
@@ -97,12 +166,14 @@ def export_drafter(
     *,
     first_rejected: bool = True,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    compile: bool = False,
     recipe: dict[str, Any] | None = None,
 ) -> None:
     """Write an export, read it back, compare, and only then let it take its place.
 
     Args:
-        recipe: settings of the run for the model card.
+        compile: add the compiled draft step (`decode.package`).
+        recipe: of the run (`read_recipe`), for the model card and the tau of its validation.
 
     Raises:
         InputError: `out` holds something else, or a weight is not finite.
@@ -110,8 +181,11 @@ def export_drafter(
     check_replaceable(out)
     weights = _weights(drafter, dtype)
     config = drafter_config(drafter.dims, relay, target, first_rejected, dtype)
+    config["dflow_config"] |= {
+        "training": (recipe or {}).get("training"),
+        "tap_fingerprint": tap_fingerprint(target, drafter.dims.target_layer_ids),
+    }
     with atomic.staged_folder(out) as folder:
-        _write_json(folder / "config.json", config)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         if relay is not None:
             (folder / "relay").mkdir()
@@ -121,8 +195,18 @@ def export_drafter(
                 folder / "relay/relay.safetensors",
                 metadata={"format": "pt"},
             )
+        integrity.record(folder, config)
         (folder / "README.md").write_text(model_card(config, recipe or {}), encoding="utf-8")
-        _compare(load_export(folder, target), drafter, relay, target, getattr(torch, dtype))
+        _write_json(folder / "config.json", config)  # last: without it a folder is no export
+        loaded = load_export(folder, target)
+        _compare(loaded, drafter, relay, target, getattr(torch, dtype))
+        if compile:
+            from dflow_lightning.decode.package import FOLDER, compile_package
+
+            models = Models(target, loaded.drafter, loaded.relay, first_rejected)
+            compile_package(models, folder / FOLDER)
+            integrity.record(folder, config)  # with the package's checksum
+            _write_json(folder / "config.json", config)
 
 
 def check_replaceable(out: Path) -> None:
@@ -218,6 +302,7 @@ def relay_config(relay: Relay, first_rejected: bool) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "hidden_size": relay.hidden_size,
         "first_rejected": first_rejected,
+        "normalize_boundary": relay.normalize_boundary,
         "norm_eps": relay.relay_norm.eps,
     }
 

@@ -4,17 +4,29 @@ A pure function of decoders and prompts; `bench.py` is its command line.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from dflow_lightning.bench_row import (
+    Decoded,
+    Row,
+    median_speedup,
+    pool,
+    relay_share,
+    round_milliseconds,
+    time_per_output_token,
+)
 from dflow_lightning.data.prompts import Prompt
-from dflow_lightning.decode import Completion, RoundTimer, SpeculativeDecoder
+from dflow_lightning.decode import RoundTimer, SpeculativeDecoder
+from dflow_lightning.decode.engine import Acceptance
+from dflow_lightning.decode.steps import Backend
 from dflow_lightning.equality import Difference, EqualityCheck
+from dflow_lightning.errors import InputError
 from dflow_lightning.metrics import acceptance_summary
 
 RelayChoice = Literal["both", "on", "off"]
@@ -24,84 +36,50 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What the rows of a bench have in common, but for temperatures and relay.
+    """What the rows of a bench have in common, but for temperatures, concurrency and relay.
 
     Args:
+        concurrency: requests in flight at the same time.
         relay: measure drafters that have a relay with it, without it, or both.
+        acceptance: `match` or `rejection`, see `Engine`.
+        backend: how the steps of all arms run, plain decoding included; beside a `package`, which
+            is a draft step, plain decoding is eager.
         seed: of the sampling noise; each prompt's own follows from it and the prompt's id.
     """
 
     temperatures: Sequence[float] = (0.0,)
+    concurrency: Sequence[int] = (1,)
     relay: RelayChoice = "both"
     max_new_tokens: int = 128
-    batch_size: int = 1
+    acceptance: Acceptance = "match"
+    backend: Backend = "eager"
     seed: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One drafter, relay setting, temperature and family; a row of the JSON contract.
+@dataclass(frozen=True)
+class BenchResult:
+    """The rows, by temperature and concurrency, and the time spent before them.
 
     Args:
-        drafter: folder of the export as given, or the name given to `bench`.
-        relay: "on" or "off"; a drafter without a relay is "off".
-        acceptance: the rule: "greedy" (temperature 0) or "sample_match".
-        family: one of the suite's, or "pooled" over all of them.
-        tau: accepted drafts + 1 per round, pooled over rounds.
-        tau_per_request: the same, averaged per prompt first.
-        position_acceptance: share of rounds that accept at least draft j, j from 1.
-        histogram: number of rounds with 0, 1, ... accepted drafts.
-        seconds: time of decoding, prefill left out.
-        speedup: tokens_per_second over plain_tokens_per_second.
-        speedup_median: median over prompts of the same ratio; only at batch size 1.
-        relay_share: median relay time over median draft + verify time of a round.
-        lossless: every answer equals the plain one but for excused ties; None when the target is
-            not in float32 or better, where ties are common and nothing is asserted.
+        warm_up_seconds: making, compiling and warming all engines; no row contains any of it.
     """
 
-    drafter: str
-    relay: str
-    temperature: float
-    acceptance: str
-    family: str
-    tau: float
-    tau_per_request: float
-    accepted_drafts: float
-    position_acceptance: list[float]
-    histogram: list[int]
-    rounds: int
-    prompts: int
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    plain_tokens_per_second: float
-    speedup: float
-    speedup_median: float | None
-    relay_share: float | None
-    lossless: bool | None
-    excused_ties: int
-    differences: list[Difference]
+    rows: list[Row]
+    warm_up_seconds: float
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """Prompts, their answers and what the rounds took; plain decoding has no timer."""
+class Arm:
+    """One way to decode: a drafter with or without its relay, or the target alone.
 
-    prompts: list[Prompt]
-    completions: list[Completion]
-    timer: RoundTimer
+    Args:
+        options: what its engine is made with, see `SpeculativeDecoder.engine`.
+    """
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(one.token_ids) for one in self.completions)
-
-    @property
-    def seconds(self) -> float:
-        return sum(one.seconds for one in self.completions)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
+    name: str
+    decoder: SpeculativeDecoder
+    relay: str
+    options: dict[str, Any]
 
 
 def bench(
@@ -110,31 +88,61 @@ def bench(
     settings: BenchSettings,
     *,
     progress: Callable[[str], None] = lambda _: None,
-) -> list[Row]:
-    """Decode the prompts plainly once per temperature and with every drafter; a row per family.
+) -> BenchResult:
+    """Decode the prompts plainly and with every drafter; a row per family and for all of them.
 
     Args:
         decoders: by the name their rows get; all of them share one target.
         progress: told what comes next, `num_steps` times.
+
+    Raises:
+        InputError: a family has too few prompts for a concurrency.
     """
+    check_families(prompts, settings)
     first = next(iter(decoders.values()))
+    plain_backend = "eager" if settings.backend == "package" else settings.backend
+    plain = Arm("plain", first, "off", {"speculative": False, "backend": plain_backend})
+    arms = [plain, *drafter_arms(decoders, settings)]
     check = EqualityCheck(first.target)
-    rows = []
-    for temperature in settings.temperatures:
-        arms = [
-            Arm(name, decoder, relay, temperature, settings.seed)
-            for name, decoder in decoders.items()
-            for relay in relay_modes(decoder, settings.relay)
-        ]
-        plain, *measured = decode_all(first, arms, prompts, temperature, settings, progress)
-        for arm, ours in zip(arms, measured, strict=True):
-            rows += [measure(arm, family, ours[family], plain[family], check) for family in ours]
-    return rows
+    rows: list[Row] = []
+    warm_up_seconds = 0.0
+    for concurrency in settings.concurrency:  # engines are made for one, and for all temperatures
+        warm_up_seconds += warm_up(arms, prompts, concurrency, settings)
+        for temperature in settings.temperatures:
+            run = Run(temperature, concurrency, settings)
+            reference, *measured = run.decode_all(arms, prompts, progress)
+            for arm, ours in zip(arms[1:], measured, strict=True):
+                rows += [run.row(arm, family, ours, reference, check) for family in ours]
+    rows.sort(key=lambda row: list(settings.temperatures).index(row.temperature))
+    return BenchResult(rows, warm_up_seconds)
 
 
 def num_steps(prompts: Sequence[Prompt], settings: BenchSettings) -> int:
     """How often `bench` calls `progress`."""
-    return len(settings.temperatures) * len(chunks(prompts, settings.batch_size))
+    steps = sum(len(chunks(prompts, concurrency)) for concurrency in settings.concurrency)
+    return len(settings.temperatures) * steps
+
+
+def check_families(prompts: Sequence[Prompt], settings: BenchSettings) -> None:
+    """Refuse a concurrency that would not be reached, and so be reported under a wrong number."""
+    families = [prompt.family for prompt in prompts]
+    smallest = min(dict.fromkeys(families), key=families.count)
+    count, largest = families.count(smallest), max(settings.concurrency)
+    if count < largest:
+        raise InputError(
+            f"concurrency holds {largest}, but family {smallest} has {count} prompts; raise "
+            f"per_family, give a larger suite, or stay at {count} or below"
+        )
+
+
+def drafter_arms(decoders: Mapping[str, SpeculativeDecoder], settings: BenchSettings) -> list[Arm]:
+    """Every drafter with every relay setting that is asked for."""
+    common = {"acceptance": settings.acceptance, "backend": settings.backend}
+    return [
+        Arm(name, decoder, relay, common | {"relay": relay == "on"})
+        for name, decoder in decoders.items()
+        for relay in relay_modes(decoder, settings.relay)
+    ]
 
 
 def relay_modes(decoder: SpeculativeDecoder, choice: RelayChoice) -> list[str]:
@@ -144,147 +152,148 @@ def relay_modes(decoder: SpeculativeDecoder, choice: RelayChoice) -> list[str]:
     return ["on", "off"] if choice == "both" else [choice]
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A drafter as it is measured."""
+def warm_up(
+    arms: Sequence[Arm], prompts: Sequence[Prompt], concurrency: int, settings: BenchSettings
+) -> float:
+    """Make the engines that all prompts are decoded with, and compile what they will need.
 
-    name: str
-    decoder: SpeculativeDecoder
-    relay: str
-    temperature: float
-    seed: int
-
-
-def decode_all(
-    first: SpeculativeDecoder,
-    arms: Sequence[Arm],
-    prompts: Sequence[Prompt],
-    temperature: float,
-    settings: BenchSettings,
-    progress: Callable[[str], None],
-) -> list[dict[str, Decoded]]:
-    """What plain decoding and every arm make of the prompts, by family.
-
-    They take turns after every chunk of prompts, so that a machine that slows down for a while
-    slows all of them and the ratios stay.
+    Returns:
+        the seconds it took.
     """
-    runs = [_Run(first.generate_plain, temperature, settings, timed=False)]
+    start = time.perf_counter()
+    target = arms[0].decoder.target
+    longest = max(len(prompt.token_ids) for prompt in prompts) + settings.max_new_tokens
+    longest = min(longest, target.config.max_position_embeddings)
+    brief = min(settings.max_new_tokens, WARM_UP_TOKENS)
     for arm in arms:
-        generate = partial(arm.decoder.generate, relay=arm.relay == "on")
-        runs.append(_Run(generate, temperature, settings, timed=True))
-    for run in runs:
-        run(prompts[: settings.batch_size], min(settings.max_new_tokens, WARM_UP_TOKENS))
-    decoded: list[dict[str, list[Decoded]]] = [{} for _ in runs]
-    for family, chunk in chunks(prompts, settings.batch_size):
-        progress(f"T={temperature:g} {family}")
-        for run, families in zip(runs, decoded, strict=True):
-            families.setdefault(family, []).append(run(chunk, settings.max_new_tokens))
-    pooled = [{family: pool(parts) for family, parts in one.items()} for one in decoded]
-    return [one | {POOLED: pool(one.values())} for one in pooled]
+        arm.decoder.engine(num_slots=concurrency, max_length=longest, **arm.options).warm_up()
+        for temperature in settings.temperatures:  # all slots and a prompt's way through, too
+            Run(temperature, concurrency, settings).decode(arm, prompts[:concurrency], brief)
+    return time.perf_counter() - start
 
 
-def chunks(prompts: Sequence[Prompt], size: int) -> list[tuple[str, list[Prompt]]]:
-    """Prompts of one family that are decoded together."""
+def chunks(prompts: Sequence[Prompt], concurrency: int) -> list[tuple[str, list[Prompt]]]:
+    """Prompts of one family that are decoded in one go: enough of them to keep a queue."""
+    wanted = max(4 * concurrency, 8)
     families: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         families.setdefault(prompt.family, []).append(prompt)
-    return [
-        (family, members[start : start + size])
-        for family, members in families.items()
-        for start in range(0, len(members), size)
-    ]
+    cut = []
+    for family, members in families.items():
+        parts = max(1, round(len(members) / wanted))  # of like size: a small one has no queue
+        edges = [len(members) * part // parts for part in range(parts + 1)]
+        cut += [(family, members[start:end]) for start, end in itertools.pairwise(edges)]
+    return cut
 
 
 @dataclass(frozen=True)
-class _Run:
-    """One way to decode under the settings of a bench; only speculative rounds are timed."""
+class Run:
+    """All arms at one temperature and concurrency."""
 
-    generate: Callable[..., list[Completion]]
     temperature: float
+    concurrency: int
     settings: BenchSettings
-    timed: bool
 
-    def __call__(self, prompts: Sequence[Prompt], limit: int) -> Decoded:
+    @property
+    def rule(self) -> str:
+        """What accepts a draft."""
+        if self.temperature == 0:
+            return "greedy"
+        return {"match": "sample_match", "rejection": "rejection"}[self.settings.acceptance]
+
+    def decode_all(
+        self, arms: Sequence[Arm], prompts: Sequence[Prompt], progress: Callable[[str], None]
+    ) -> list[dict[str, Decoded]]:
+        """What every arm makes of the prompts, by family.
+
+        They take turns after every chunk of prompts, so that a machine that slows down for a while
+        slows all of them and the ratios stay.
+        """
+        decoded: list[dict[str, list[Decoded]]] = [{} for _ in arms]
+        for family, chunk in chunks(prompts, self.concurrency):
+            progress(f"T={self.temperature:g} concurrency {self.concurrency} {family}")
+            for arm, families in zip(arms, decoded, strict=True):
+                one = self.decode(arm, chunk, self.settings.max_new_tokens)
+                families.setdefault(family, []).append(one)
+        by_family = [{family: pool(parts) for family, parts in one.items()} for one in decoded]
+        return [one | {POOLED: pool(one.values())} for one in by_family]
+
+    def decode(self, arm: Arm, prompts: Sequence[Prompt], limit: int) -> Decoded:
+        """Answers of one arm, `concurrency` prompts at a time."""
         timer = RoundTimer()
-        completions = self.generate(
+        requests = arm.decoder.requests(
             [prompt.token_ids for prompt in prompts],
+            [prompt_seed(self.settings.seed, prompt.id) for prompt in prompts],
             max_new_tokens=limit,
             temperature=self.temperature,
-            seeds=[prompt_seed(self.settings.seed, prompt.id) for prompt in prompts],
-            batch_size=self.settings.batch_size,
-            **({"timer": timer} if self.timed else {}),
+        )
+        completions = arm.decoder.run(
+            requests, batch_size=self.concurrency, timer=timer, **arm.options
         )
         return Decoded(list(prompts), completions, timer)
 
+    def row(
+        self,
+        arm: Arm,
+        family: str,
+        measured: Mapping[str, Decoded],
+        reference: Mapping[str, Decoded],
+        check: EqualityCheck,
+    ) -> Row:
+        """The row of one family, from a drafter's decoding and the plain one."""
+        ours, plain = measured[family], reference[family]
+        num_drafts = arm.decoder.drafter.dims.block_size - 1
+        summary = acceptance_summary([one.accepted for one in ours.completions], num_drafts)
+        same_noise = self.rule != "rejection"
+        differences = self.differences(ours, plain, check) if same_noise else []
+        exact = check.target.dtype in (torch.float32, torch.float64)
+        rate, plain_rate = ours.tokens_per_second, plain.tokens_per_second
+        milliseconds = round_milliseconds(ours.timer)
+        relay_apart = arm.relay == "on" and self.settings.backend != "package"
+        return Row(
+            drafter=arm.name,
+            relay=arm.relay,
+            temperature=self.temperature,
+            acceptance=self.rule,
+            backend=self.settings.backend,
+            concurrency=self.concurrency,
+            requests_in_flight=ours.requests_in_flight,
+            family=family,
+            **asdict(summary),
+            prompts=len(ours.prompts),
+            tokens=ours.num_tokens,
+            seconds=ours.seconds,
+            tokens_per_second=rate,
+            plain_tokens_per_second=plain_rate,
+            speedup=rate / plain_rate if rate and plain_rate else None,
+            speedup_median=median_speedup(ours, plain) if self.concurrency == 1 else None,
+            time_per_output_token_p50=time_per_output_token(ours.completions, 0.50),
+            time_per_output_token_p95=time_per_output_token(ours.completions, 0.95),
+            round_milliseconds=milliseconds,
+            relay_share=relay_share(milliseconds) if relay_apart else None,
+            lossless=all(one.excused for one in differences) if exact and same_noise else None,
+            excused_ties=sum(one.excused for one in differences),
+            differences=differences,
+        )
 
-def pool(parts: Iterable[Decoded]) -> Decoded:
-    """Several as one."""
-    pooled = Decoded([], [], RoundTimer())
-    for part in parts:
-        pooled.prompts.extend(part.prompts)
-        pooled.completions.extend(part.completions)
-        for name in ("draft", "verify", "relay", "commit"):
-            getattr(pooled.timer, name).extend(getattr(part.timer, name))
-    return pooled
+    def differences(self, ours: Decoded, plain: Decoded, check: EqualityCheck) -> list[Difference]:
+        """Every answer that is not the plain one."""
+        found = [
+            check.compare(
+                prompt.id,
+                prompt.token_ids,
+                fast.token_ids,
+                slow.token_ids,
+                temperature=self.temperature,
+                seed=prompt_seed(self.settings.seed, prompt.id),
+            )
+            for prompt, fast, slow in zip(
+                ours.prompts, ours.completions, plain.completions, strict=True
+            )
+        ]
+        return [one for one in found if one]
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
     """The noise of a prompt does not depend on which others are measured with it."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()[:6], "big")
-
-
-def measure(arm: Arm, family: str, ours: Decoded, plain: Decoded, check: EqualityCheck) -> Row:
-    """The row of one family, from the drafter's decoding and the plain one."""
-    num_drafts = arm.decoder.drafter.dims.block_size - 1
-    summary = acceptance_summary([one.accepted for one in ours.completions], num_drafts)
-    differences = []
-    for prompt, fast, slow in zip(ours.prompts, ours.completions, plain.completions, strict=True):
-        difference = check.compare(
-            prompt.id,
-            prompt.token_ids,
-            fast.token_ids,
-            slow.token_ids,
-            temperature=arm.temperature,
-            seed=prompt_seed(arm.seed, prompt.id),
-        )
-        differences += [difference] if difference else []
-    exact = check.target.dtype in (torch.float32, torch.float64)
-    return Row(
-        drafter=arm.name,
-        relay=arm.relay,
-        temperature=arm.temperature,
-        acceptance="sample_match" if arm.temperature > 0 else "greedy",
-        family=family,
-        **asdict(summary),
-        prompts=len(ours.prompts),
-        tokens=ours.num_tokens,
-        seconds=ours.seconds,
-        tokens_per_second=ours.tokens_per_second,
-        plain_tokens_per_second=plain.tokens_per_second,
-        speedup=ours.tokens_per_second / plain.tokens_per_second,
-        speedup_median=median_speedup(ours.completions, plain.completions),
-        relay_share=relay_share(ours.timer) if arm.relay == "on" else None,
-        lossless=all(one.excused for one in differences) if exact else None,
-        excused_ties=sum(one.excused for one in differences),
-        differences=differences,
-    )
-
-
-def median_speedup(ours: list[Completion], plain: list[Completion]) -> float | None:
-    """Median over prompts: less moved by one disturbed request than the ratio of sums."""
-    ratios = [
-        len(fast.token_ids) / fast.seconds / (len(slow.token_ids) / slow.seconds)
-        for fast, slow in zip(ours, plain, strict=True)
-        if len(fast.token_ids) > 1 and len(slow.token_ids) > 1
-    ]
-    return median(ratios) if ratios else None
-
-
-def relay_share(timer: RoundTimer) -> float | None:
-    """Time of the relay over that of the DFlash round it is added to, medians over rounds."""
-    rounds = len(timer.draft)
-    if not rounds:
-        return None
-    parts = len(timer.relay) // rounds  # a round works on the relay in more than one place
-    relay = [sum(timer.relay[first * parts :][:parts]) for first in range(rounds)]
-    return median(relay) / (median(timer.draft) + median(timer.verify))

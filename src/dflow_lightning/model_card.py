@@ -23,6 +23,7 @@ tokens per round; the target verifies them, so the output is the target's own. W
 | tapped target layers | {target_layer_ids} (outputs of these layers, counted from 0) |
 | mask token id | {mask_token_id} |
 | relay | {relay} |
+| tau in training | {tau} |
 | stored as | {dtype} |
 
 ## Decode
@@ -30,7 +31,11 @@ tokens per round; the target verifies them, so the output is the target's own. W
 ```
 dflow-train decode --target {target} --drafter <this folder> --prompt "..."
 dflow-train bench --target {target} --drafter <this folder> --suite <prompts.jsonl>
+dflow-train validate-export --target {target} --drafter <this folder> --suite <prompts.jsonl>
 ```
+
+The last command proves the folder before it is served: files and checksums, what engines read, the
+layers tapped (`tap_fingerprint` in config.json), losslessness, and tau beside that of the training.
 
 ## Serve
 
@@ -85,9 +90,19 @@ def model_card(config: dict[str, Any], recipe: dict[str, Any]) -> str:
         block_size=config["block_size"],
         dtype=config["dtype"],
         relay=described,
+        tau=measured(ours.get("training")),
         relay_note=RELAY_NOTE if relay else "",
         recipe=RECIPE.format(recipe=told(recipe)) if recipe else "",
     )
+
+
+def measured(training: dict[str, Any] | None) -> str:
+    """What validation measured when the checkpoint was written (`training_record`)."""
+    for mode in ("on", "off"):
+        if training and f"val_tau_relay_{mode}" in training:
+            tau, step = training[f"val_tau_relay_{mode}"], training["step"]
+            return f"{tau:.2f} at step {step}, on validation prompts, relay {mode}"
+    return "not known of this checkpoint"
 
 
 def told(recipe: dict[str, Any]) -> str:

@@ -92,8 +92,7 @@ class DrafterModule(LightningModule):
             start_from_target(self.drafter, self.target)
         self.relay: Relay | None = None
         if relay.enabled:
-            width = relay.hidden_size or 2 * dims.hidden_size
-            self.relay = Relay(dims.hidden_size, width, dims.rms_norm_eps)
+            self.relay = relay.build(dims.hidden_size, dims.rms_norm_eps)
         if init_from is not None:
             self._warm_start(Path(init_from))
         self.prepared: StepInputs | None = None  # the next step's inputs, if a rollout made them
@@ -311,7 +310,10 @@ class DrafterModule(LightningModule):
         names = [*(f.name for f in fields(DrafterConfig)), "rope_parameters"]
         pairs = {f"drafter.{name}": (getattr(ours, name), getattr(theirs, name)) for name in names}
         if self.relay is not None and loaded.relay is not None:
-            pairs["relay.hidden_size"] = (self.relay.hidden_size, loaded.relay.hidden_size)
+            for name in ("hidden_size", "normalize_boundary"):
+                pairs[f"relay.{name}"] = (getattr(self.relay, name), getattr(loaded.relay, name))
+            rejected = (self.relay_config.first_rejected, loaded.first_rejected)
+            pairs["relay.first_rejected"] = rejected
         for name, (here, there) in pairs.items():
             if here != there:
                 raise InputError(

@@ -27,18 +27,26 @@ class RelayConfig:
         first_rejected: also relay the row of the first rejected token, into slot 1. `false` is the
             paper's literal text.
         detach_features: keep the relay's gradient out of `fc` and `hidden_norm`.
+        normalize_boundary: bring the two boundary embeddings to the scale of `h`, since those of
+            tokens are often ten times smaller. `false` is the paper's literal text.
     """
 
     enabled: bool = False
     hidden_size: int | None = None
     first_rejected: bool = True
     detach_features: bool = False
+    normalize_boundary: bool = True
 
     def __post_init__(self) -> None:
         if self.hidden_size is not None and self.hidden_size < 1:
             raise InputError(
                 f"relay.hidden_size is {self.hidden_size}; give 1 or more, or leave it out"
             )
+
+    def build(self, hidden_size: int, norm_eps: float) -> Relay:
+        """The relay of a drafter of this width, untrained."""
+        width = self.hidden_size or 2 * hidden_size
+        return Relay(hidden_size, width, norm_eps, normalize_boundary=self.normalize_boundary)
 
 
 def relay_rows(
@@ -92,17 +100,30 @@ class RelayInput:
     rejected_BN: Tensor
 
 
+def _unit_rms(x: Tensor) -> Tensor:
+    """Root mean square 1 over the last dimension, with float32 statistics."""
+    return nn.functional.rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
+
+
 class Relay(nn.Module):
     """`beta * LayerNorm(h) + gamma`, the correction added to a mask embedding.
 
     `[beta; gamma] = MLP([E(bonus); E(rejected); h])` with one hidden layer and SiLU (DFlow paper,
-    equations 4 and 5). The last layer starts at zero, so that an untrained relay adds exactly zero
-    and the drafter is DFlash bit for bit.
+    equations 4 and 5), the boundary embeddings optionally at unit scale. The last layer starts at
+    zero, so that an untrained relay adds exactly zero and the drafter is DFlash bit for bit.
     """
 
-    def __init__(self, hidden_size: int, relay_hidden_size: int, norm_eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        relay_hidden_size: int,
+        norm_eps: float = 1e-6,
+        *,
+        normalize_boundary: bool = True,
+    ) -> None:
         super().__init__()
         self.hidden_size = relay_hidden_size
+        self.normalize_boundary = normalize_boundary
         self.relay_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
         self.relay_mlp = nn.Sequential(
             nn.Linear(3 * hidden_size, relay_hidden_size),
@@ -124,6 +145,8 @@ class Relay(nn.Module):
             bonus_embed: target embedding of the bonus token, `[..., D]`.
             rejected_embed: target embedding of the first rejected draft, `[..., D]`.
         """
+        if self.normalize_boundary:
+            bonus_embed, rejected_embed = _unit_rms(bonus_embed), _unit_rms(rejected_embed)
         boundary = torch.cat([bonus_embed, rejected_embed], dim=-1).unsqueeze(-2)
         boundary = boundary.expand(*h.shape[:-1], boundary.shape[-1])
         beta, gamma = self.relay_mlp(torch.cat([boundary, h], dim=-1)).chunk(2, dim=-1)

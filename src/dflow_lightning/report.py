@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dflow_lightning import atomic
 from dflow_lightning.bench_table import short_names
-from dflow_lightning.charts import Series, bar_chart, hatch_definitions, line_chart
+from dflow_lightning.charts import Series, bar_chart, hatch_definitions, rate_chart, share_chart
 from dflow_lightning.errors import InputError
 
 # What has to be equal before two files may stand in one table: other values of these change tau.
@@ -22,13 +22,20 @@ ROW_KEYS = (
     "relay",
     "temperature",
     "acceptance",
+    "backend",
+    "concurrency",
+    "requests_in_flight",
     "family",
     "tau",
     "position_acceptance",
     "tokens_per_second",
+    "plain_tokens_per_second",
     "speedup",
+    "time_per_output_token_p50",
+    "time_per_output_token_p95",
     "lossless",
 )
+LOSSLESS = {True: "yes", False: "NO", None: "not asserted"}
 STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#111}
 table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums;display:block;
@@ -101,14 +108,12 @@ def check_same_conditions(paths: list[Path], results: list[dict]) -> None:
 def render(sources: list[str], results: list[dict]) -> str:
     """The whole page."""
     rows = [row for result in results for row in result["rows"]]
-    names = short_names([row["drafter"] for row in rows])
-    rows = [row | {"drafter": names[row["drafter"]]} for row in rows]
     parts = ["<h1>Speculative decoding: measured results</h1>", hatch_definitions(), INTRODUCTION]
     for temperature in sorted({row["temperature"] for row in rows}):
         chosen = [row for row in rows if row["temperature"] == temperature]
         rule = ", ".join(sorted({row["acceptance"] for row in chosen}))
         parts.append(f"<h2>Temperature {temperature:g} ({escape(rule)})</h2>")
-        parts += [tau_table(chosen), speed_table(chosen), *charts(chosen)]
+        parts += section(told_apart(chosen))
     for source, result in zip(sources, results, strict=True):
         parts.append(environment_table(source, result["environment"]))
     body = "\n".join(parts)
@@ -120,10 +125,52 @@ def render(sources: list[str], results: list[dict]) -> str:
     )
 
 
+def told_apart(rows: list[dict]) -> list[dict]:
+    """Short drafter names, with the backend and the acceptance rule where those differ."""
+    names = short_names([row["drafter"] for row in rows])
+    varied = [key for key in ("backend", "acceptance") if len({row[key] for row in rows}) > 1]
+    kept = []
+    for row in rows:
+        backend = [row["backend"]] if "backend" in varied else []
+        drafter = [names[row["drafter"]], *(row[key] for key in varied)]
+        kept.append(row | {"drafter": ", ".join(drafter), "plain": ", ".join(["plain", *backend])})
+    return kept
+
+
+def section(rows: list[dict]) -> list[str]:
+    """Tables and charts of one temperature, none of which mixes concurrencies unless it says so."""
+    common = common_concurrency(rows)
+    one = [row for row in rows if row["concurrency"] == common]
+    parts = [tau_table(one), speed_table(one, common), *charts(one)]
+    if len({row["concurrency"] for row in rows}) > 1:
+        parts += [throughput_table(rows), *throughput_chart(rows)]
+    return parts
+
+
+def common_concurrency(rows: list[dict]) -> int:
+    """The smallest at which every drafter was measured."""
+    levels = [
+        {row["concurrency"] for row in rows if (row["drafter"], row["relay"]) == arm}
+        for arm in arms(rows)
+    ]
+    common = set.intersection(*levels)
+    if not common:
+        measured = "; ".join(
+            f"{drafter}, relay {relay}: {', '.join(map(str, sorted(found)))}"
+            for (drafter, relay), found in zip(arms(rows), levels, strict=True)
+        )
+        raise InputError(
+            f"bench: no concurrency was measured for all drafters ({measured}), so their numbers "
+            "cannot stand in one table; measure at a common one, or write a report of each"
+        )
+    return min(common)
+
+
 INTRODUCTION = (
     "<p>tau is the acceptance length: accepted drafts + 1 bonus token per round, pooled over all "
     "rounds. Speed-up is tokens per second against plain decoding by the same target in the same "
-    "run. Lossless means that every answer equals the plain one token for token.</p>"
+    "run, at the same concurrency (requests in flight at the same time). Lossless means that every "
+    "answer equals the plain one token for token.</p>"
 )
 
 
@@ -150,7 +197,7 @@ def tau_table(rows: list[dict]) -> str:
     return table("Acceptance length tau", ["drafter", "relay", *names, "pooled / first row"], lines)
 
 
-def speed_table(rows: list[dict]) -> str:
+def speed_table(rows: list[dict], concurrency: int) -> str:
     lines = []
     for row in rows:
         share = row.get("relay_share")
@@ -160,35 +207,92 @@ def speed_table(rows: list[dict]) -> str:
                 row["relay"],
                 row["family"],
                 number(row["tokens_per_second"], 1),
-                f"{number(row['speedup'])}x" if row["speedup"] else "-",
+                number(row["speedup"], 3, "x"),
+                milliseconds(row["time_per_output_token_p50"]),
+                milliseconds(row["time_per_output_token_p95"]),
+                round_parts(row.get("round_milliseconds")),
                 "-" if share is None else f"{100 * share:.2f} %",
-                {True: "yes", False: "NO", None: "not asserted"}[row["lossless"]],
+                LOSSLESS[row["lossless"]],
                 str(row.get("excused_ties", "-")),
             ]
         )
     header = [
-        "drafter",
-        "relay",
-        "family",
-        "tokens/s",
-        "speed-up",
-        "relay share",
-        "lossless",
-        "ties",
+        "drafter", "relay", "family", "tokens/s", "speed-up", "ms/token p50",
+        "ms/token p95", "round, ms", "relay share", "lossless", "ties",
+    ]  # fmt: skip
+    return table(f"Speed and losslessness, concurrency {concurrency}", header, lines)
+
+
+def round_parts(parts: dict[str, float] | None) -> str:
+    """`draft 0.41, verify 1.02, ...`"""
+    return ", ".join(f"{name} {value:.2f}" for name, value in (parts or {}).items()) or "-"
+
+
+def pooled_rows(rows: list[dict]) -> list[dict]:
+    return [row for row in rows if row["family"] == "pooled"]
+
+
+def throughput_table(rows: list[dict]) -> str:
+    """Every concurrency, all families pooled."""
+    lines = []
+    for row in sorted(pooled_rows(rows), key=lambda row: row["concurrency"]):
+        lines.append(
+            [
+                row["drafter"],
+                row["relay"],
+                str(row["concurrency"]),
+                number(row["requests_in_flight"], 1),
+                number(row["plain_tokens_per_second"], 1),
+                number(row["tokens_per_second"], 1),
+                number(row["speedup"], 3, "x"),
+                milliseconds(row["time_per_output_token_p50"]),
+                milliseconds(row["time_per_output_token_p95"]),
+                LOSSLESS[row["lossless"]],
+            ]
+        )
+    header = [
+        "drafter", "relay", "concurrency", "in flight, mean", "plain tokens/s",
+        "tokens/s", "speed-up", "ms/token p50", "ms/token p95", "lossless",
+    ]  # fmt: skip
+    return table("Throughput and latency by concurrency", header, lines)
+
+
+def throughput_chart(rows: list[dict]) -> list[str]:
+    """Tokens per second of all requests together, of plain decoding and of each drafter."""
+    pooled = pooled_rows(rows)
+    named = [(row["plain"], "plain_tokens_per_second", row) for row in pooled]
+    named += [
+        (f"{row['drafter']}, relay {row['relay']}", "tokens_per_second", row) for row in pooled
     ]
-    return table("Speed and losslessness", header, lines)
+    found: dict[str, dict[int, float]] = {}
+    for name, key, row in named:
+        if row[key]:  # where several files measured the same, the first one counts
+            found.setdefault(name, {}).setdefault(row["concurrency"], row[key])
+    levels = sorted({level for rates in found.values() for level in rates})
+    if not levels:
+        return []
+    series = [Series(name, [rates.get(level) for level in levels]) for name, rates in found.items()]
+    return [
+        rate_chart(
+            "Tokens per second by concurrency, all families",
+            "concurrency: requests in flight at the same time",
+            [str(level) for level in levels],
+            "tokens per second",
+            series,
+        )
+    ]
 
 
 def charts(rows: list[dict]) -> list[str]:
     """Per-position acceptance and the histogram of accepted drafts, all families pooled."""
-    pooled = [row for row in rows if row["family"] == "pooled"]
+    pooled = pooled_rows(rows)
     if not pooled:
         return []
     names = [f"{row['drafter']}, relay {row['relay']}" for row in pooled]
     positions = [
         Series(name, row["position_acceptance"]) for name, row in zip(names, pooled, strict=True)
     ]
-    figures = [line_chart("Share of rounds that accept draft j", "draft position j", positions)]
+    figures = [share_chart("Share of rounds that accept draft j", "draft position j", positions)]
     counted = [
         (name, row["histogram"])
         for name, row in zip(names, pooled, strict=True)
@@ -227,5 +331,9 @@ def table(caption: str, header: list[str], lines: list[list[str]]) -> str:
     )
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def number(value: float | None, digits: int = 3, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    return number(None if seconds is None else 1000 * seconds, 2)

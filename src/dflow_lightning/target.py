@@ -45,26 +45,32 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers, `[B, G, L, E]`, once the shape of the states is known."""
         batch, heads, _, size = key_states.shape
-        shape = (batch, heads, self._cache.capacity, size)
+        shape = (self._cache.num_rows or batch, heads, self._cache.capacity, size)
         self.keys = key_states.new_zeros(shape)
         self.values = value_states.new_zeros(*shape[:3], value_states.shape[-1])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
-        """Write the new rows to the cache's slots; returns the whole buffers."""
+        """Write the new rows to the cache's slots; returns the buffers of the written requests."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        slots_BQ = self._cache.slots_BQ
-        rows = torch.arange(slots_BQ.shape[0], device=slots_BQ.device).unsqueeze(1)
-        self.keys[rows, :, slots_BQ] = key_states.transpose(1, 2)
-        self.values[rows, :, slots_BQ] = value_states.transpose(1, 2)
-        return self.keys, self.values
+        cache = self._cache
+        rows_B = cache.rows_B
+        if rows_B is None:  # the first requests, all of them or fewer: views, nothing is copied
+            rows_B = torch.arange(key_states.shape[0], device=key_states.device)
+            read: Any = slice(key_states.shape[0])
+        else:
+            read = rows_B
+        index = (rows_B.unsqueeze(1), slice(None), cache.slots_BQ)
+        self.keys[index] = key_states.transpose(1, 2)
+        self.values[index] = value_states.transpose(1, 2)
+        return self.keys[read, :, : cache.length], self.values[read, :, : cache.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask covers: always the whole buffer."""
-        return self._cache.capacity, 0
+        """Length and offset of the keys that a mask covers."""
+        return self._cache.length, 0
 
     def get_seq_length(self) -> int:
         """Zero: positions and masks are always given by the caller."""
@@ -80,11 +86,18 @@ class SlotCache(Cache):
 
     Nothing is ever removed: what a mask does not show does not exist, and rejected rows are written
     over by the next block. That is how rows of different length share one batch.
+
+    Attributes:
+        slots_BQ: where the next tokens are written.
+        rows_B: requests the next tokens belong to; None stands for the first B.
+        length: slots that are read, the capacity or fewer.
     """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, num_layers: int, capacity: int, num_rows: int | None = None) -> None:
+        self.capacity = self.length = capacity
+        self.num_rows = num_rows
         self.slots_BQ = torch.zeros(1, 1, dtype=torch.long)
+        self.rows_B: Tensor | None = None
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
 
 
@@ -256,6 +269,16 @@ class FrozenTarget:
         self.model.to(device)
         return self
 
+    @property
+    def embedding_weight(self) -> Tensor:
+        """Token embeddings, `[V, D]`."""
+        return self._embedding.weight
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """Weight of the head, `[V, D]`; None where the head is more than a matrix."""
+        return None if getattr(self._head, "bias", None) is not None else self._head.weight
+
     def embed(self, ids: Tensor) -> Tensor:
         """Embedding rows, `[..., D]`."""
         return torch.nn.functional.embedding(ids, self._embedding.weight)
@@ -264,9 +287,13 @@ class FrozenTarget:
         """Logits of the last (normed) hidden state, `[..., V]`."""
         return self._head(hidden.contiguous())  # a slice would be multiplied batch by batch
 
-    def new_cache(self, capacity: int) -> SlotCache:
-        """An empty cache of `capacity` slots per request."""
-        return SlotCache(self.num_layers, capacity)
+    def new_cache(self, capacity: int, num_rows: int | None = None) -> SlotCache:
+        """An empty cache of `capacity` slots per request, for as many as the first batch has.
+
+        Args:
+            num_rows: requests to hold, where the first batch is not all of them.
+        """
+        return SlotCache(self.num_layers, capacity, num_rows)
 
     def forward(
         self, ids_BQ: Tensor, positions_BQ: Tensor, cache: SlotCache, slots_BQ: Tensor,
@@ -278,7 +305,7 @@ class FrozenTarget:
             positions_BQ: RoPE positions.
             slots_BQ: where the tokens' keys and values are written; equal to the positions, except
                 for the blocks of a rollout, which all stand behind the clean sequence.
-            visible_BQL: which cache slots each token sees, its own included; L is the capacity.
+            visible_BQL: which cache slots each token sees, its own included; L is `cache.length`.
             target_layer_ids: decoder layers whose OUTPUT is tapped (Hugging Face's
                 `hidden_states[id + 1]`).
         """
@@ -310,9 +337,10 @@ class FrozenTarget:
         )
         taps = [self._wanted[index] for index in target_layer_ids]
         self._wanted = {}
-        return TargetOutput(
-            output.last_hidden_state, torch.cat([t for t in taps if t is not None], dim=-1)
-        )
+        hidden_BQD = output.last_hidden_state
+        # Without taps, as in plain decoding, their width is zero.
+        taps_BQC = torch.cat([hidden_BQD[..., :0], *(t for t in taps if t is not None)], dim=-1)
+        return TargetOutput(hidden_BQD, taps_BQC)
 
     def _first_layers(self, count: int) -> Any:
         """The decoder with its first layers only; all parts are shared with the whole one."""

@@ -2,14 +2,15 @@
 
 import json as jsonlib
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from dflow_lightning.data.prompts import Prompt, make_prompts
 from dflow_lightning.data.rows import read_rows
 from dflow_lightning.data.template import ChatEncoder
-from dflow_lightning.decode import Completion, SpeculativeDecoder
+from dflow_lightning.decode import Completion, Request, SpeculativeDecoder
+from dflow_lightning.decode.engine import Acceptance
+from dflow_lightning.decode.steps import Backend
 from dflow_lightning.errors import InputError
 from dflow_lightning.metrics import acceptance_summary
 from dflow_lightning.target import FrozenTarget
@@ -23,8 +24,13 @@ def decode_command(
     prompts: Path | None = None,
     relay: Literal["on", "off"] = "on",
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     max_new_tokens: int = 128,
     seed: int = 0,
+    concurrency: int = 1,
+    acceptance: Acceptance = "match",
+    backend: Backend = "eager",
     json: bool = False,
     thinking: bool = False,
     plain: bool = False,
@@ -38,39 +44,50 @@ def decode_command(
         prompts: JSONL file, each line {"prompt": "..."} or {"messages": [...]}, optionally an "id".
         relay: whether a DFlow drafter uses its relay.
         temperature: 0 is greedy; above it the target samples (the output distribution is its own).
+        top_k: sample among the k most likely tokens; 0 takes all.
+        top_p: sample among the most likely tokens that together reach this probability.
         max_new_tokens: upper limit of an answer.
         seed: of the sampling noise.
+        concurrency: prompts of a file that are answered at the same time.
+        acceptance: `match` accepts drafts that equal the target's own choice, `rejection` is
+            rejection sampling; both are lossless.
+        backend: `eager`, `compiled`, or `package`, the compiled draft step of the export.
         json: print one JSON object per prompt instead of text.
         thinking: let the target think first, where its chat template knows how.
         plain: decode with the target alone, to compare.
     """
-    if temperature < 0:
-        raise InputError(f"temperature is {temperature}; give 0 for greedy or a positive number")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}; give 1 or more")
     if (prompt is None) == (prompts is None):
         raise InputError("prompt: give one of --prompt and --prompts")
     if prompt is not None and not prompt.strip():
         raise InputError("prompt is empty; say something to the target")
+    if concurrency < 1:
+        raise InputError(f"concurrency is {concurrency}; give 1 or more")
+    if plain and backend == "package":
+        raise InputError("backend is package, which drafts; leave out plain or choose another")
+    settings: dict[str, Any] = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
+        "max_new_tokens": max_new_tokens,
+    }  # fmt: skip
+    Request(prompt_ids=[0], **settings)  # refuses bad settings before anything is loaded
     frozen = FrozenTarget.load(target)
     requests = read_requests(prompt, prompts, frozen, thinking)
     decoder = SpeculativeDecoder.from_export(drafter, frozen)
     relay_used = relay == "on" and decoder.relay is not None and not plain
-    generate = partial(decoder.generate, relay=relay_used)
-    if plain:
-        generate = partial(decoder.generate_plain)
-    for request in requests:
-        (completion,) = generate(
-            [request.token_ids],
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seeds=[seed],
+    options: dict[str, Any] = {"speculative": not plain, "relay": relay_used, "backend": backend}
+    asked = [Request(prompt_ids=one.token_ids, **settings) for one in requests]
+    rule = "rejection" if acceptance == "rejection" else "sample_match"
+    rule = rule if temperature > 0 else "greedy"
+    for first in range(0, len(asked), concurrency):
+        part = slice(first, first + concurrency)
+        completions = decoder.run(
+            asked[part], batch_size=concurrency, acceptance=acceptance, **options
         )
-        row = describe(request, completion, decoder, plain, temperature, relay_used)
-        if json:
-            print(jsonlib.dumps(row, ensure_ascii=False), flush=True)
-        else:
-            show(row, named=len(requests) > 1)
+        for request, completion in zip(requests[part], completions, strict=True):
+            row = describe(request, completion, decoder, plain, rule, relay_used)
+            if json:
+                print(jsonlib.dumps(row, ensure_ascii=False), flush=True)
+            else:
+                show(row, named=len(requests) > 1)
 
 
 def read_requests(
@@ -99,7 +116,7 @@ def describe(
     completion: Completion,
     decoder: SpeculativeDecoder,
     plain: bool,
-    temperature: float,
+    rule: str,
     relay_used: bool,
 ) -> dict[str, Any]:
     """One prompt's answer and what it took; plain decoding has no drafts to count."""
@@ -114,7 +131,7 @@ def describe(
         "accepted": None if plain else completion.accepted,
         "tau": summary and summary.tau,
         "rounds": summary and summary.rounds,
-        "acceptance": "sample_match" if temperature > 0 else "greedy",
+        "acceptance": rule,
         "relay": "on" if relay_used else "off",
         "seconds": completion.seconds,
         "tokens_per_second": len(ids) / max(completion.seconds, 1e-9),

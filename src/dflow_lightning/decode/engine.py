@@ -1,272 +1,338 @@
-"""The decoder: requests in, completions out, with or without a drafter.
+"""The engine: a queue of requests, a fixed number of slots, and rounds over all that are in flight.
 
-Shapes: R requests, P prompt length, T token slots, G key/value heads, E head size.
+A request's answer does not depend on its neighbours, the number of slots or the order of arrival:
+its tokens, caches, relay and noise are its own, and a row of a batch reads nothing of another.
+
+Shapes: R requests, Q tokens of a prompt chunk, K slots of a block.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dflow_lightning.acceptance import choose, position_uniforms
-from dflow_lightning.decode.rounds import (
-    DecodeState,
-    Models,
-    RoundTimer,
-    causal,
-    commit,
-    extend_context,
-    round_step,
-)
-from dflow_lightning.drafter import ContextKV, Drafter
-from dflow_lightning.drafter_folder import load_export
+from dflow_lightning.acceptance import Sampling, choose
+from dflow_lightning.decode import rounds
+from dflow_lightning.decode.request import Completion, Request, Update
+from dflow_lightning.decode.rounds import Mode, RoundTimer
+from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
+from dflow_lightning.decode.steps import Backend, Steps
 from dflow_lightning.errors import InputError
-from dflow_lightning.relay import Relay
-from dflow_lightning.target import FrozenTarget, TargetOutput
+
+Acceptance = Literal["match", "rejection"]
+LENGTH_STEP = 64  # eager attention reads a multiple of this many cache slots
 
 
-@dataclass(frozen=True)
-class Completion:
-    """The answer to one prompt.
+@dataclass
+class _Flight:
+    """A request that occupies a slot."""
 
-    Attributes:
-        token_ids: generated tokens, the stop token included.
-        accepted: tokens gained per round, less one. That is the number of accepted drafts, cut in a
-            request's last round at the stop token or the length limit.
-        finish_reason: `stop` or `length`.
-        seconds: wall time of decoding without the prefill, shared evenly by a batch.
-    """
+    id: int
+    request: Request
+    submitted: float
+    read: int = 0  # prompt tokens already in the caches
+    token_ids: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    first_token: float = 0.0
+    seconds: float = 0.0
 
-    token_ids: list[int]
-    accepted: list[int]
-    finish_reason: str
-    seconds: float
+    @property
+    def decoding(self) -> bool:
+        return self.read == len(self.request.prompt_ids)
 
 
-class SpeculativeDecoder:
-    """Decodes with a target and a drafter; the output is what the target alone would give.
+class Engine:
+    """Decodes many requests at once, each as if it were alone.
 
-    Example:
-        >>> decoder = SpeculativeDecoder.from_export("drafter", target="Qwen/Qwen3-8B")
-        >>> decoder.generate([decoder.encode("What is 6 times 7?")])[0].token_ids
+    Args:
+        models: target, drafter and relay; without a drafter the engine decodes plainly.
+        num_slots: requests in flight at the same time.
+        max_length: longest prompt and answer together, in tokens.
+        acceptance: `match` accepts drafts that equal the target's choice, greedy or sampled;
+            `rejection` draws drafts from the drafter and corrects by rejection sampling.
+        backend: `eager`, `compiled` steps of static shapes, or steps made elsewhere.
+        prefill_chunk: prompt tokens a request reads between two rounds.
+        max_stop_ids: stop tokens a request may have.
     """
 
     def __init__(
         self,
-        target: FrozenTarget,
-        drafter: Drafter,
-        relay: Relay | None = None,
+        models: Models,
         *,
-        first_rejected: bool = True,
+        num_slots: int,
+        max_length: int,
+        acceptance: Acceptance = "match",
+        backend: Backend | Steps = "eager",
+        prefill_chunk: int = 512,
+        max_stop_ids: int = 16,
     ) -> None:
-        self.target, self.drafter, self.relay = target, drafter, relay
-        self.first_rejected = first_rejected
-
-    @classmethod
-    def from_export(cls, folder: str | Path, target: str | FrozenTarget) -> SpeculativeDecoder:
-        """Load an exported drafter beside its target.
-
-        Raises:
-            InputError: the folder is damaged or was made for another target.
-        """
-        if isinstance(target, str):
-            target = FrozenTarget.load(target)
-        loaded = load_export(Path(folder), target)
-        return cls(target, loaded.drafter, loaded.relay, first_rejected=loaded.first_rejected)
-
-    def encode(self, prompt: str, *, enable_thinking: bool = False) -> list[int]:
-        """Render one user message with the target's chat template."""
-        from dflow_lightning.data.template import render_prompt
-
-        messages = [{"role": "user", "content": prompt}]
-        return render_prompt(self.target.tokenizer, messages, enable_thinking=enable_thinking)
-
-    @torch.inference_mode()
-    def generate(
-        self,
-        prompts: list[list[int]],
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        seeds: list[int] | None = None,
-        relay: bool = True,
-        stop_token_ids: tuple[int, ...] | None = None,
-        batch_size: int = 1,
-        timer: RoundTimer | None = None,
-    ) -> list[Completion]:
-        """Decode prompts speculatively.
-
-        Args:
-            prompts: token ids.
-            temperature: 0 is greedy; above, the target samples and drafts must match the sample.
-            seeds: one a prompt (0, 1, ... by default); a prompt's sample depends on nothing else.
-            relay: use the relay, where the drafter has one.
-            stop_token_ids: by default the target's end-of-sequence ids; an empty tuple never stops.
-            batch_size: prompts decoded together.
-
-        Raises:
-            InputError: an empty prompt, or one that leaves no room in the target's context.
-        """
-        models = Models(
-            self.target, self.drafter, self.relay if relay else None, self.first_rejected
+        limit = models.target.config.max_position_embeddings
+        if num_slots < 1:
+            raise InputError(f"num_slots is {num_slots}; give 1 or more")
+        if not 2 <= max_length <= limit:
+            raise InputError(
+                f"max_length is {max_length}; give 2 up to the target's context of {limit}"
+            )
+        if prefill_chunk < 1:
+            raise InputError(f"prefill_chunk is {prefill_chunk}; give 1 or more")
+        self.models, self.num_slots, self.max_length = models, num_slots, max_length
+        self.prefill_chunk, self.max_stop_ids = prefill_chunk, max_stop_ids
+        self.acceptance = acceptance
+        self.steps = Steps.make(backend, models) if isinstance(backend, str) else backend
+        # A block may reach past the last token of a full request; noise is read one further.
+        self.capacity = max_length + models.block_size + 1
+        rejection = acceptance == "rejection" and models.drafter is not None
+        self.state = DecodeState.empty(
+            models, num_slots, self.capacity, max_stop_ids, rejection=rejection
         )
-        timer = timer or RoundTimer()
+        self._rejection = rejection
+        self._slots: list[_Flight | None] = [None] * num_slots
+        self._queue: deque[_Flight] = deque()
+        self._ids = itertools.count()
+        self.timer = RoundTimer()
+        self.round_seconds = 0.0
 
-        def step(state: DecodeState) -> Tensor:
-            return round_step(models, state, timer)
+    # ---------------------------------------------------------------- requests
 
-        options = (max_new_tokens, temperature, stop_token_ids)
-        return self._run(prompts, seeds, batch_size, options, models, step)
+    def submit(self, request: Request) -> int:
+        """Queue a request; returns its number.
+
+        Raises:
+            InputError: the prompt does not fit, or a setting is out of its range.
+        """
+        request.check(self.models.target, self.max_length)
+        stop = request.stop_token_ids
+        stop = self.models.target.stop_token_ids if stop is None else stop
+        if len(stop) > self.max_stop_ids:
+            raise InputError(
+                f"stop_token_ids has {len(stop)} tokens, but the engine was made for "
+                f"{self.max_stop_ids}; raise max_stop_ids"
+            )
+        request = Request(**vars(request) | {"stop_token_ids": tuple(stop)})
+        flight = _Flight(next(self._ids), request, time.perf_counter())
+        self._queue.append(flight)
+        return flight.id
+
+    def cancel(self, request_id: int) -> Completion | None:
+        """End a request now; returns what it has so far, None when it is not known any more."""
+        for waiting in self._queue:
+            if waiting.id == request_id:
+                self._queue.remove(waiting)
+                return Completion([], [], "cancelled")
+        for slot, flight in self._flights():
+            if flight.id == request_id:
+                self._release(slot)
+                return self._completion(flight, "cancelled")
+        return None
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request waits or is in flight."""
+        return bool(self._queue) or any(self._slots)
 
     @torch.inference_mode()
-    def generate_plain(
-        self,
-        prompts: list[list[int]],
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        seeds: list[int] | None = None,
-        stop_token_ids: tuple[int, ...] | None = None,
-        batch_size: int = 1,
-    ) -> list[Completion]:
-        """Decode with the target alone, one token a forward: the reference for speed and output."""
+    def run(self, requests: Sequence[Request]) -> list[Completion]:
+        """Decode all requests; the completions come in their order."""
+        found: dict[int, Completion] = {}
+        numbers = [self.submit(request) for request in requests]
+        try:
+            while self.busy:
+                found |= {u.request_id: u.completion for u in self.step() if u.completion}
+        except BaseException:  # interrupted: the engine must not go on with these
+            self.reset()
+            raise
+        return [found[number] for number in numbers]
 
-        def step(state: DecodeState) -> Tensor:
-            position_R1 = state.anchor_R.unsqueeze(1)
-            ids_R1 = state.tokens_RT.gather(1, position_R1)
-            output = self._target_forward(state, ids_R1, position_R1)
-            chosen_R1 = self._choose(state, output.hidden_BQD, position_R1)
-            return commit(state, chosen_R1, torch.zeros_like(state.length_R))
+    def reset(self) -> None:
+        """Forget all requests."""
+        self._queue.clear()
+        for slot in range(self.num_slots):
+            self._release(slot)
 
-        options = (max_new_tokens, temperature, stop_token_ids)
-        return self._run(prompts, seeds, batch_size, options, None, step)
+    def _release(self, slot: int) -> None:
+        self._slots[slot] = None
+        self.state.done_R[slot] = True
+        self.state.length_R[slot] = 1  # what a free slot computes is short and thrown away
 
-    def _run(
-        self,
-        prompts: list[list[int]],
-        seeds: list[int] | None,
-        batch_size: int,
-        options: tuple[int, float, tuple[int, ...] | None],
-        models: Models | None,
-        step: Callable[[DecodeState], Tensor],
-    ) -> list[Completion]:
-        seeds = list(range(len(prompts))) if seeds is None else seeds
-        completions: list[Completion] = []
-        for first in range(0, len(prompts), batch_size):
-            part = slice(first, first + batch_size)
-            state = self._prefill(prompts[part], seeds[part], *options, models)
-            prompt_R = [len(prompt) for prompt in prompts[part]]
-            accepted: list[list[int]] = [[] for _ in prompt_R]
-            start = time.perf_counter()
-            while not state.done_R.all():
-                for request, gained in zip(accepted, step(state).tolist(), strict=True):
-                    if gained:
-                        request.append(gained - 1)
-            seconds = (time.perf_counter() - start) / len(prompt_R)
-            completions += [
-                self._complete(state, row, length, accepted[row], seconds)
-                for row, length in enumerate(prompt_R)
-            ]
-        return completions
+    # ---------------------------------------------------------------- one step
+
+    @torch.inference_mode()
+    def step(self) -> list[Update]:
+        """Admit requests, read a chunk of each new prompt, and run one round.
+
+        Returns:
+            an update for each request that gained tokens or ended.
+        """
+        self.admit()
+        updates = self.prefill()
+        return updates + self.round()
+
+    def warm_up(self) -> None:
+        """Run throwaway requests, so that everything a round can need is compiled before use.
+
+        Raises:
+            RuntimeError: requests are in flight.
+        """
+        if self.busy:
+            raise RuntimeError("an engine warms up before its first request")
+        for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9)):
+            request = Request(
+                prompt_ids=[0],
+                max_new_tokens=self.max_length - 1,
+                temperature=temperature,
+                top_p=top_p,
+                stop_token_ids=(),
+            )
+            number = self.submit(request)
+            for _ in range(3):  # the first round has no relay yet
+                self.step()
+            self.cancel(number)
+
+    def admit(self) -> None:
+        """Put waiting requests into free slots, in their order."""
+        for slot, flight in enumerate(self._slots):
+            if flight is None and self._queue:
+                arriving = self._queue.popleft()
+                self._slots[slot] = arriving
+                self.state.admit(slot, arriving.request, self.max_length)
+
+    def prefill(self) -> list[Update]:
+        """Read the next chunk of all prompts that are not read yet; full ones get a token."""
+        reading = [(s, f) for s, f in self._flights() if not f.decoding]
+        if not reading:
+            return []
+        device = self.models.target.device
+        chunks = [min(len(f.request.prompt_ids) - f.read, self.prefill_chunk) for _, f in reading]
+        rows_R = torch.tensor([slot for slot, _ in reading], device=device)
+        start_R1 = torch.tensor([[f.read] for _, f in reading], device=device)
+        # Beyond a shorter prompt the rows write nothing that is ever seen: later tokens do first.
+        positions_RQ = start_R1 + torch.arange(max(chunks), device=device)
+        positions_RQ = positions_RQ.clamp(max=self.capacity - 1)
+        hidden_RQD = self._read(rows_R, positions_RQ)
+        for (_, flight), size in zip(reading, chunks, strict=True):
+            flight.read += size
+        ended = [i for i, (_, flight) in enumerate(reading) if flight.decoding]
+        if not ended:
+            return []
+        last = torch.tensor([chunks[i] - 1 for i in ended], device=device)
+        hidden_R1D = hidden_RQD[torch.tensor(ended, device=device), last].unsqueeze(1)
+        report = self._first_tokens(rows_R[ended], hidden_R1D)
+        now = time.perf_counter()
+        updates = []
+        for i, row in zip(ended, report, strict=True):
+            slot, flight = reading[i]
+            flight.first_token = now
+            updates += self._update(slot, flight, row, now, from_round=False)
+        return updates
+
+    def _read(self, rows_R: Tensor, positions_RQ: Tensor) -> Tensor:
+        """Run prompt tokens through the target and the drafter's context; hidden states."""
+        models, state = self.models, self.state
+        cache = state.target_cache
+        length = self._read_length(int(positions_RQ.max()) + 1)
+        cache.rows_B, cache.length = rows_R, length
+        ids_RQ = state.tokens_RT[rows_R.unsqueeze(1), positions_RQ]
+        layer_ids = models.drafter.dims.target_layer_ids if models.drafter is not None else []
+        output = models.target.forward(
+            ids_RQ, positions_RQ, cache, positions_RQ, rounds.causal(positions_RQ, length),
+            layer_ids,
+        )  # fmt: skip
+        cache.rows_B = None
+        if models.drafter is not None:
+            taps_RQC = output.taps_BQC.to(models.drafter.fc.weight.dtype)
+            h_RQD = models.drafter.project(taps_RQC)
+            rounds.write_context(models, state, h_RQD, rows_R.unsqueeze(1), positions_RQ)
+        return output.hidden_BQD
+
+    def _first_tokens(self, rows_R: Tensor, hidden_R1D: Tensor) -> list[list[int]]:
+        """Choose and commit the token after each prompt; the requests decode from here on."""
+        state = self.state
+        sampling = Sampling(
+            *(getattr(state.sampling, name)[rows_R] for name in vars(state.sampling))
+        )
+        position_R = state.length_R[rows_R]
+        noise_R1 = state.noise_RTC[rows_R, position_R, :1]
+        logits_R1V = self.models.target.head(hidden_R1D)
+        token_R = choose(logits_R1V, sampling, noise_R1).squeeze(1)
+        state.tokens_RT[rows_R, position_R] = token_R
+        state.length_R[rows_R] = position_R + 1
+        stopped_R = (token_R.unsqueeze(1) == state.stop_ids_RM[rows_R]).any(1)
+        done_R = stopped_R | (position_R + 1 >= state.end_R[rows_R])
+        state.done_R[rows_R] = done_R
+        return torch.stack([token_R, done_R.long()], dim=1).tolist()
+
+    def round(self) -> list[Update]:
+        """Draft, verify and commit one block for every request that decodes."""
+        decoding = [(slot, flight) for slot, flight in self._flights() if flight.decoding]
+        if not decoding:
+            return []
+        start = time.perf_counter()
+        state = self._in_use(decoding)
+        report = self.steps.round(state, self._mode(decoding), self.timer).tolist()
+        now = time.perf_counter()
+        self.round_seconds += now - start
+        updates = []
+        for slot, flight in decoding:
+            flight.seconds += (now - start) / len(decoding)
+            updates += self._update(slot, flight, report[slot], now, from_round=True)
+        return updates
+
+    def _in_use(self, decoding: list[tuple[int, _Flight]]) -> DecodeState:
+        """The part of the state a round has to run over; static steps always take all of it."""
+        if self.steps.static:
+            return self.state.first(self.num_slots, self.capacity)
+        count = decoding[-1][0] + 1
+        tokens = max(
+            len(f.request.prompt_ids) + len(f.token_ids) for s, f in self._flights() if s < count
+        )
+        length = self._read_length(tokens + self.models.block_size)
+        return self.state.first(count, length)
+
+    def _read_length(self, needed: int) -> int:
+        """Cache slots that are read: what is needed, rounded up."""
+        return min(-(-needed // LENGTH_STEP) * LENGTH_STEP, self.capacity)
+
+    def _mode(self, decoding: list[tuple[int, _Flight]]) -> Mode:
+        requests = [flight.request for _, flight in decoding]
+        sampled = any(one.temperature > 0 for one in requests)
+        filtered = any(one.top_k > 0 or one.top_p < 1 for one in requests)
+        return Mode(sampled, sampled and filtered, self._rejection and sampled)
+
+    def _flights(self) -> Iterator[tuple[int, _Flight]]:
+        return ((slot, flight) for slot, flight in enumerate(self._slots) if flight is not None)
+
+    def _update(
+        self, slot: int, flight: _Flight, row: list[int], now: float, *, from_round: bool
+    ) -> list[Update]:
+        *tokens, done = row
+        gained = [token for token in tokens if token != NO_TOKEN]
+        flight.token_ids += gained
+        if from_round:
+            flight.accepted.append(len(gained) - 1)
+        completion = None
+        if done:
+            stop = flight.request.stop_token_ids or ()
+            reason = "stop" if flight.token_ids[-1] in stop else "length"
+            completion = self._completion(flight, reason, now)
+            self._release(slot)
+        return [Update(flight.id, gained, completion)]
 
     @staticmethod
-    def _complete(
-        state: DecodeState, row: int, prompt: int, accepted: list[int], seconds: float
-    ) -> Completion:
-        ids = state.tokens_RT[row, prompt : int(state.length_R[row])].tolist()
-        stopped = bool(ids) and ids[-1] in state.stop_ids.tolist()
-        return Completion(ids, accepted, "stop" if stopped else "length", seconds)
-
-    def _prefill(
-        self,
-        prompts: list[list[int]],
-        seeds: list[int],
-        max_new_tokens: int,
-        temperature: float,
-        stop_token_ids: tuple[int, ...] | None,
-        models: Models | None,
-    ) -> DecodeState:
-        """Run the prompts through the target and commit each one's first token."""
-        limit = self.target.config.max_position_embeddings
-        for prompt in prompts:
-            if not prompt:
-                raise InputError("prompt: no tokens; give a text that is not empty")
-            if len(prompt) >= limit:
-                raise InputError(
-                    f"prompt: {len(prompt)} tokens do not fit the target's context of {limit}; "
-                    "give a shorter prompt"
-                )
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {max_new_tokens}; give 1 or more")
-        if temperature < 0:
-            raise InputError(
-                f"temperature is {temperature}; give 0 for greedy decoding or a positive number"
-            )
-        state = self._empty_state(prompts, seeds, max_new_tokens, temperature, stop_token_ids)
-        width = int(state.length_R.max())
-        positions_RP = torch.arange(width, device=self.target.device).expand(len(prompts), -1)
-        output = self._target_forward(state, state.tokens_RT[:, :width], positions_RP)
-        if models is not None:
-            extend_context(models, state, output.taps_BQC, positions_RP)
-        last_R1 = (state.length_R - 1).unsqueeze(1)
-        index_R1D = last_R1.unsqueeze(-1).expand(-1, -1, output.hidden_BQD.shape[-1])
-        hidden_R1D = output.hidden_BQD.gather(1, index_R1D)
-        commit(state, self._choose(state, hidden_R1D, last_R1), torch.zeros_like(state.length_R))
-        return state
-
-    def _empty_state(
-        self,
-        prompts: list[list[int]],
-        seeds: list[int],
-        max_new_tokens: int,
-        temperature: float,
-        stop_token_ids: tuple[int, ...] | None,
-    ) -> DecodeState:
-        device, dims = self.target.device, self.drafter.dims
-        lengths = [len(prompt) for prompt in prompts]
-        end_R = torch.tensor(
-            [min(n + max_new_tokens, self.target.config.max_position_embeddings) for n in lengths]
+    def _completion(flight: _Flight, reason: str, now: float | None = None) -> Completion:
+        end = time.perf_counter() if now is None else now
+        started = flight.first_token or end
+        return Completion(
+            flight.token_ids,
+            flight.accepted,
+            reason,
+            seconds=flight.seconds,
+            latency=end - started,
+            time_to_first_token=started - flight.submitted,
         )
-        slots = int(end_R.max()) + dims.block_size
-        tokens_RT = torch.zeros(len(prompts), slots, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens_RT[row, : len(prompt)] = torch.tensor(prompt)
-        stop_ids = self.target.stop_token_ids if stop_token_ids is None else stop_token_ids
-        shape = (len(prompts), dims.num_key_value_heads, slots, dims.head_dim)
-        weight = self.drafter.fc.weight
-        return DecodeState(
-            tokens_RT=tokens_RT.to(device),
-            length_R=torch.tensor(lengths, device=device),
-            end_R=end_R.to(device),
-            done_R=torch.zeros(len(prompts), dtype=torch.bool, device=device),
-            temperature_R=torch.full((len(prompts),), float(temperature), device=device),
-            uniforms_RT=torch.stack([position_uniforms(seed, slots) for seed in seeds]).to(device),
-            stop_ids=torch.tensor(stop_ids, dtype=torch.long, device=device),
-            target_cache=self.target.new_cache(slots),
-            context=[
-                ContextKV(weight.new_zeros(shape), weight.new_zeros(shape))
-                for _ in range(dims.num_layers)
-            ],
-        )
-
-    def _target_forward(
-        self, state: DecodeState, ids_RQ: Tensor, positions_RQ: Tensor
-    ) -> TargetOutput:
-        visible = causal(positions_RQ, state.target_cache.capacity)
-        return self.target.forward(
-            ids_RQ,
-            positions_RQ,
-            state.target_cache,
-            positions_RQ,
-            visible,
-            self.drafter.dims.target_layer_ids,
-        )
-
-    def _choose(self, state: DecodeState, hidden_R1D: Tensor, position_R1: Tensor) -> Tensor:
-        uniforms = state.uniforms_RT.gather(1, position_R1 + 1)
-        return choose(self.target.head(hidden_R1D), state.temperature_R, uniforms)

@@ -1,11 +1,8 @@
-"""One round of speculative decoding: `relay_input`, `draft`, `verify`, `commit`.
+"""One round of speculative decoding: draft, verify, commit; each a function of tensors.
 
-Requests of different length share a batch. Nothing is ever cut from a cache: the target's and the
-drafter's buffers are written at each request's own positions, a request sees what lies before its
-length, and rejected rows are written over by the next block.
-
-Shapes: R requests, T token slots, K block size, D hidden, C tapped width, V vocabulary, G key/value
-heads, E head size.
+The steps have static shapes, write in place and never wait for the device, so that each compiles
+into one graph. Shapes: R requests, T token slots, K slots of a block, J = K-1 drafts, D hidden, C
+tapped width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,11 +15,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dflow_lightning.acceptance import accept, choose, rejected_token
-from dflow_lightning.draft import draft_tokens, embed_blocks, relay_correction
-from dflow_lightning.drafter import ContextKV, Drafter
-from dflow_lightning.relay import Relay, RelayInput, align
-from dflow_lightning.target import FrozenTarget, SlotCache
+from dflow_lightning.acceptance import (
+    accept,
+    accept_or_resample,
+    choose,
+    draw,
+    probabilities,
+    rejected_token,
+)
+from dflow_lightning.blocks import slot_positions
+from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
+from dflow_lightning.draft import draft_hidden, embed_blocks, relay_correction
+from dflow_lightning.relay import align
 
 
 @dataclass
@@ -42,143 +46,189 @@ class RoundTimer:
         getattr(self, part).append(time.perf_counter() - start)
 
 
-@dataclass
-class DecodeState:
-    """Everything a batch of requests carries from round to round."""
+@dataclass(frozen=True)
+class Mode:
+    """What is known about all requests in flight, so that a step does only what they need.
 
-    tokens_RT: Tensor
-    length_R: Tensor  # committed tokens; the last one's keys and values are not computed yet
-    end_R: Tensor  # the length at which a request is full
-    done_R: Tensor
-    temperature_R: Tensor
-    uniforms_RT: Tensor  # one uniform per absolute position
-    stop_ids: Tensor
-    target_cache: SlotCache
-    context: list[ContextKV]  # drafter keys and values, [R, G, T, E] a layer
-    relay: RelayInput | None = None
+    Args:
+        sampled: some request has a temperature above zero.
+        filtered: some request uses top-k or top-p.
+        rejection: accept by rejection sampling, with drafts drawn from the drafter.
+    """
 
-    @property
-    def anchor_R(self) -> Tensor:
-        """Position of the last committed token: slot 0 of the next block."""
-        return self.length_R - 1
+    sampled: bool = False
+    filtered: bool = False
+    rejection: bool = False
 
 
 @dataclass(frozen=True)
-class Models:
-    """The parts that a round runs."""
+class Drafts:
+    """Draft tokens, `[R, J]`, and for rejection sampling their distribution, `[R, J, V]`."""
 
-    target: FrozenTarget
-    drafter: Drafter
-    relay: Relay | None
-    first_rejected: bool
+    tokens_RJ: Tensor
+    probabilities_RJV: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The target's choice after each row of a block, `[R, K]`, and its taps, `[R, K, C]`."""
+    """What the target made of a block.
 
-    chosen_RK: Tensor
+    Args:
+        committed_RK: accepted drafts and the bonus token, arbitrary afterwards.
+        num_accepted_R: accepted drafts.
+        taps_RKC: the tapped states of every row.
+    """
+
+    committed_RK: Tensor
+    num_accepted_R: Tensor
     taps_RKC: Tensor
 
 
-def round_step(models: Models, state: DecodeState, timer: RoundTimer) -> Tensor:
-    """Run one round for every request; returns the number of tokens each one gained, `[R]`."""
-    correction = None
-    if models.relay is not None:
-        with timer.measure("relay"):
-            if state.relay is not None:
-                correction = relay_correction(models.target, models.relay, state.relay)
-    with timer.measure("draft"):
-        drafts_RK = draft(models, state, correction)
-    with timer.measure("verify"):
-        verified = verify(models, state, drafts_RK)
-    with timer.measure("commit"):
-        num_accepted_R = accept(drafts_RK, verified.chosen_RK[:, :-1])
-        h_RKD = extend_context(models, state, verified.taps_RKC)
-        gained_R = commit(state, verified.chosen_RK, num_accepted_R)
-    if models.relay is not None:
-        with timer.measure("relay"):
-            state.relay = relay_input(models, h_RKD, drafts_RK, verified.chosen_RK, num_accepted_R)
-    return gained_R
+def correct(models: Models, state: DecodeState) -> Tensor | None:
+    """The relay's correction of the next block, `[R, 1, K, D]`."""
+    if models.relay is None or state.relay is None:
+        return None
+    return relay_correction(models.target, models.relay, state.relay)
 
 
-def draft(models: Models, state: DecodeState, correction_RNKD: Tensor | None) -> Tensor:
-    """Draft tokens of slots 1..K-1, `[R, K-1]`, in one drafter forward (N = 1 block a request)."""
+def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tensor | None) -> Drafts:
+    """Draft slots 1..K-1 in one drafter forward (N = 1 block a request)."""
+    if models.drafter is None:
+        return Drafts(state.tokens_RT[:, :0])
     anchor_R1 = state.anchor_R.unsqueeze(1)
     anchor_ids_R1 = state.tokens_RT.gather(1, anchor_R1)
     x_RNKD = embed_blocks(models.target, models.drafter, anchor_ids_R1, correction_RNKD)
-    return draft_tokens(models.target, models.drafter, x_RNKD, state.context, anchor_R1).squeeze(1)
+    hidden_RNJD = draft_hidden(models.drafter, x_RNKD, state.context, anchor_R1)
+    logits_RJV = models.target.head(hidden_RNJD.squeeze(1).to(models.target.dtype))
+    if not mode.rejection:
+        return Drafts(logits_RJV.argmax(-1))
+    draft_RJV = probabilities(logits_RJV, state.sampling, filtered=mode.filtered)
+    # The noise of drafts is keyed by the anchor: a position that is drafted again gets new noise,
+    # which must not depend on what the target has seen of the old one.
+    index_R1C = anchor_R1.unsqueeze(-1).expand(-1, 1, state.noise_RTC.shape[-1])
+    noise_RJ = state.noise_RTC.gather(1, index_R1C)[:, 0, 2:]
+    return Drafts(draw(draft_RJV, noise_RJ), draft_RJV)
 
 
-def verify(models: Models, state: DecodeState, drafts_RK: Tensor) -> Verified:
-    """One target forward over the anchor and its drafts."""
+def verify(models: Models, state: DecodeState, mode: Mode, drafts: Drafts) -> Verified:
+    """One target forward over the anchor and its drafts, and how many drafts it accepts."""
     anchor_R1 = state.anchor_R.unsqueeze(1)
-    ids_RK = torch.cat([state.tokens_RT.gather(1, anchor_R1), drafts_RK], dim=1)
-    positions_RK = anchor_R1 + torch.arange(ids_RK.shape[1], device=ids_RK.device)
+    ids_RK = torch.cat([state.tokens_RT.gather(1, anchor_R1), drafts.tokens_RJ], dim=1)
+    positions_RK = slot_positions(state.anchor_R, ids_RK.shape[1])
+    layer_ids = models.drafter.dims.target_layer_ids if models.drafter is not None else []
     output = models.target.forward(
         ids_RK,
         positions_RK,
         state.target_cache,
         positions_RK,
-        causal(positions_RK, state.target_cache.capacity),
-        models.drafter.dims.target_layer_ids,
+        causal(positions_RK, state.target_cache.length),
+        layer_ids,
     )
     logits_RKV = models.target.head(output.hidden_BQD)
-    uniforms_RK = state.uniforms_RT.gather(1, positions_RK + 1)
-    return Verified(choose(logits_RKV, state.temperature_R, uniforms_RK), output.taps_BQC)
+    noise_RKC = _noise_after(state, positions_RK)
+    if mode.rejection and drafts.probabilities_RJV is not None:
+        num_accepted_R, committed_RK = accept_or_resample(
+            drafts.tokens_RJ,
+            drafts.probabilities_RJV,
+            probabilities(logits_RKV, state.sampling, filtered=mode.filtered),
+            noise_RKC[:, :-1, 1],
+            noise_RKC[..., 0],
+        )
+    else:
+        committed_RK = logits_RKV.argmax(-1)
+        if mode.sampled:
+            committed_RK = choose(
+                logits_RKV, state.sampling, noise_RKC[..., 0], filtered=mode.filtered
+            )
+        num_accepted_R = accept(drafts.tokens_RJ, committed_RK[:, :-1])
+    return Verified(committed_RK, num_accepted_R, output.taps_BQC)
 
 
-def causal(positions_RQ: Tensor, capacity: int) -> Tensor:
+def _noise_after(state: DecodeState, positions_RQ: Tensor) -> Tensor:
+    """The noise of the position after each row's own, `[R, Q, C]`."""
+    index_RQC = (positions_RQ + 1).unsqueeze(-1).expand(-1, -1, state.noise_RTC.shape[-1])
+    return state.noise_RTC.gather(1, index_RQC)
+
+
+def causal(positions_RQ: Tensor, length: int) -> Tensor:
     """`[R, Q, T]`: a token sees every cache slot up to its own."""
-    return torch.arange(capacity, device=positions_RQ.device) <= positions_RQ.unsqueeze(-1)
+    return torch.arange(length, device=positions_RQ.device) <= positions_RQ.unsqueeze(-1)
 
 
 def extend_context(
-    models: Models, state: DecodeState, taps_RKC: Tensor, positions_RK: Tensor | None = None
-) -> Tensor:
+    models: Models, state: DecodeState, taps_RKC: Tensor, positions_RK: Tensor
+) -> Tensor | None:
     """Write the drafter's context for all rows of a block; returns their features `h`, `[R, K, D]`.
 
     All rows are projected once, for context and relay alike. Rows on the rejected branch are
     written too: the next block's anchor lies before them, so they are never seen.
     """
-    if positions_RK is None:
-        slots_K = torch.arange(taps_RKC.shape[1], device=taps_RKC.device)
-        positions_RK = state.anchor_R.unsqueeze(1) + slots_K
+    if models.drafter is None:
+        return None
     h_RKD = models.drafter.project(taps_RKC.to(models.drafter.fc.weight.dtype))
     rows_R1 = torch.arange(taps_RKC.shape[0], device=taps_RKC.device).unsqueeze(1)
+    write_context(models, state, h_RKD, rows_R1, positions_RK)
+    return h_RKD
+
+
+def write_context(
+    models: Models, state: DecodeState, h_RKD: Tensor, rows_R1: Tensor, positions_RK: Tensor
+) -> None:
+    """Keys and values of projected rows, into the buffers of requests `rows_R1`."""
+    assert models.drafter is not None
     new = models.drafter.context_kv(h_RKD, positions_RK)
     for layer, fresh in zip(state.context, new, strict=True):
         layer.keys[rows_R1, :, positions_RK] = fresh.keys.transpose(1, 2)
         layer.values[rows_R1, :, positions_RK] = fresh.values.transpose(1, 2)
-    return h_RKD
 
 
-def relay_input(
-    models: Models, h_RKD: Tensor, drafts_RK: Tensor, chosen_RK: Tensor, num_accepted_R: Tensor
-) -> RelayInput:
-    """Rows of the rejected suffix, aligned to the next block, with bonus and rejected token."""
-    K = h_RKD.shape[1]
-    aligned_RKD, valid_RK = align(h_RKD, num_accepted_R, K, first_rejected=models.first_rejected)
-    bonus_R1 = chosen_RK.gather(1, num_accepted_R.unsqueeze(1))
-    rejected_R1 = rejected_token(drafts_RK, num_accepted_R).unsqueeze(1)
-    return RelayInput(aligned_RKD.unsqueeze(1), valid_RK.unsqueeze(1), bonus_R1, rejected_R1)
+def commit(state: DecodeState, committed_RK: Tensor, num_accepted_R: Tensor) -> Tensor:
+    """Append the accepted drafts and the bonus token to each request.
 
+    A request ends at its first stop token or when it is full.
 
-def commit(state: DecodeState, chosen_RK: Tensor, num_accepted_R: Tensor) -> Tensor:
-    """Append the accepted drafts and the bonus token; returns the tokens gained, `[R]`.
-
-    The accepted drafts equal the target's choices, so the choices are what is written. A request
-    ends at its first stop token or when it is full.
+    Returns:
+        `[R, K+1]`: the tokens gained, `NO_TOKEN` where there is none, and in the last column
+        whether the request has ended.
     """
-    slots_K = torch.arange(chosen_RK.shape[1], device=chosen_RK.device)
+    slots_K = torch.arange(committed_RK.shape[1], device=committed_RK.device)
     positions_RK = state.length_R.unsqueeze(1) + slots_K
     kept_RK = (slots_K <= num_accepted_R.unsqueeze(1)) & (positions_RK < state.end_R.unsqueeze(1))
-    stops_RK = torch.isin(chosen_RK, state.stop_ids) & kept_RK
+    stops_RK = (committed_RK.unsqueeze(-1) == state.stop_ids_RM.unsqueeze(1)).any(-1) & kept_RK
     before_stop_RK = (stops_RK.long().cumsum(1) - stops_RK.long()) == 0
     kept_RK = kept_RK & before_stop_RK & ~state.done_R.unsqueeze(1)
     old_RK = state.tokens_RT.gather(1, positions_RK)
-    state.tokens_RT.scatter_(1, positions_RK, torch.where(kept_RK, chosen_RK, old_RK))
-    gained_R = kept_RK.sum(1)
-    state.length_R = state.length_R + gained_R
-    state.done_R = state.done_R | (stops_RK & kept_RK).any(1) | (state.length_R >= state.end_R)
-    return gained_R
+    state.tokens_RT.scatter_(1, positions_RK, torch.where(kept_RK, committed_RK, old_RK))
+    state.length_R.add_(kept_RK.sum(1))
+    state.done_R.logical_or_((stops_RK & kept_RK).any(1) | (state.length_R >= state.end_R))
+    gained_RK = committed_RK.masked_fill(~kept_RK, NO_TOKEN)
+    return torch.cat([gained_RK, state.done_R.long().unsqueeze(1)], dim=1)
+
+
+def commit_round(
+    models: Models, state: DecodeState, drafts: Drafts, verified: Verified
+) -> tuple[Tensor, Tensor | None]:
+    """Extend the drafter's context and commit; returns the report of `commit` and `h`."""
+    positions_RK = slot_positions(state.anchor_R, verified.committed_RK.shape[1])
+    h_RKD = extend_context(models, state, verified.taps_RKC, positions_RK)
+    return commit(state, verified.committed_RK, verified.num_accepted_R), h_RKD
+
+
+def keep_relay(
+    models: Models, state: DecodeState, drafts: Drafts, verified: Verified, h_RKD: Tensor | None
+) -> None:
+    """Rows of the rejected suffix, aligned to the next block, with bonus and rejected token.
+
+    A slot that does not decode (free, or reading a prompt) computes on leftovers: it keeps no row.
+    """
+    if state.relay is None or h_RKD is None:
+        return
+    num_accepted_R = verified.num_accepted_R
+    aligned_RKD, valid_RK = align(
+        h_RKD, num_accepted_R, h_RKD.shape[1], first_rejected=models.first_rejected
+    )
+    bonus_R1 = verified.committed_RK.gather(1, num_accepted_R.unsqueeze(1))
+    state.relay.h_BNKD.copy_(aligned_RKD.unsqueeze(1))
+    state.relay.valid_BNK.copy_((valid_RK & ~state.done_R.unsqueeze(1)).unsqueeze(1))
+    state.relay.bonus_BN.copy_(bonus_R1)
+    state.relay.rejected_BN.copy_(rejected_token(drafts.tokens_RJ, num_accepted_R).unsqueeze(1))

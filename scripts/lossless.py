@@ -1,0 +1,103 @@
+"""Every way to decode gives what the target alone gives, token for token: one table.
+
+    python scripts/lossless.py --drafter data/tiny-drafters/dflow
+
+Drafters, relay on and off, requests in flight and backends, on the same held-out prompts, greedy,
+float32. The reference is plain decoding, one request at a time. A difference counts unless the
+target itself cannot tell the two tokens apart (`equality`); those are counted apart. The package is
+compiled into a copy of the export first. Exit status 1 when any answer differs.
+"""
+
+import argparse
+import itertools
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from dflow_lightning.data.prompts import Prompt, read_prompts
+from dflow_lightning.decode import Completion, SpeculativeDecoder
+from dflow_lightning.decode.package import FOLDER, compile_package
+from dflow_lightning.decode.steps import Backend
+from dflow_lightning.equality import EqualityCheck
+from dflow_lightning.target import FrozenTarget
+
+SUITE = "prompts/test.jsonl"
+
+
+def packaged_copy(drafter: Path, target: FrozenTarget, place: Path) -> SpeculativeDecoder:
+    """The drafter from a copy of its folder that holds the compiled draft step."""
+    folder = place / drafter.name
+    shutil.copytree(drafter, folder)
+    decoder = SpeculativeDecoder.from_export(folder, target)
+    compile_package(decoder.models(), folder / FOLDER)
+    return decoder
+
+
+def differences(
+    check: EqualityCheck, prompts: list[Prompt], ours: list[Completion], plain: list[Completion]
+) -> tuple[int, int]:
+    """Answers that differ, and those whose difference is a tie of the target."""
+    found = [
+        check.compare(p.id, p.token_ids, o.token_ids, w.token_ids, temperature=0.0, seed=0)
+        for p, o, w in zip(prompts, ours, plain, strict=True)
+    ]
+    return sum(d is not None and not d.excused for d in found), sum(
+        d is not None and d.excused for d in found
+    )
+
+
+def main(
+    target: str, drafter: list[Path], per_family: int, max_new_tokens: int, batch: list[int],
+    backend: list[Backend],
+) -> int:  # fmt: skip
+    """Print the table; returns the exit status."""
+    torch.set_num_threads(1)
+    frozen = FrozenTarget.load(target)
+    limit = frozen.config.max_position_embeddings - 1
+    prompts = read_prompts(
+        frozen.tokenizer, Path(target) / SUITE, per_family=per_family, max_length=limit,
+        field="suite",
+    )  # fmt: skip
+    asked = [prompt.token_ids for prompt in prompts]
+    check = EqualityCheck(frozen)
+    failed = 0
+    with tempfile.TemporaryDirectory() as place:
+        decoders = {str(d): packaged_copy(d, frozen, Path(place)) for d in drafter}
+        first = next(iter(decoders.values()))
+        plain = first.generate_plain(asked, max_new_tokens=max_new_tokens)
+        print(f"{len(prompts)} prompts, up to {max_new_tokens} tokens, greedy, {frozen.dtype}")
+        print(f"{'drafter':<12} {'relay':<5} {'backend':<9} batch  tau   differ ties seconds")
+        for (name, decoder), one, size in itertools.product(decoders.items(), backend, batch):
+            for relay in (True, False) if decoder.relay is not None else (False,):
+                start = time.perf_counter()
+                ours = decoder.generate(
+                    asked, max_new_tokens=max_new_tokens, relay=relay, batch_size=size, backend=one
+                )
+                seconds = time.perf_counter() - start
+                wrong, ties = differences(check, prompts, ours, plain)
+                rounds = [a for completion in ours for a in completion.accepted]
+                print(
+                    f"{Path(name).name:<12} {'on' if relay else 'off':<5} {one:<9} {size:>5}  "
+                    f"{1 + sum(rounds) / len(rounds):.3f} {wrong:>6} {ties:>4} {seconds:7.1f}",
+                    flush=True,
+                )
+                failed += wrong
+    print("all equal to plain decoding" if not failed else f"{failed} ANSWERS DIFFER")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="data/tiny-qwen3")
+    parser.add_argument("--drafter", type=Path, action="append", required=True)
+    parser.add_argument("--per-family", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 3, 8])
+    parser.add_argument("--backend", nargs="+", default=["eager", "compiled", "package"])
+    sys.exit(main(**vars(parser.parse_args())))

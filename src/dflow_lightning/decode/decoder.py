@@ -1,0 +1,226 @@
+"""The decoder: an exported drafter beside its target, and prompts in, answers out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from dflow_lightning.decode.engine import Acceptance, Engine
+from dflow_lightning.decode.request import Completion, Request, Update
+from dflow_lightning.decode.rounds import RoundTimer
+from dflow_lightning.decode.state import Models
+from dflow_lightning.decode.steps import Backend, Steps
+from dflow_lightning.drafter import Drafter
+from dflow_lightning.drafter_folder import load_export
+from dflow_lightning.errors import InputError
+from dflow_lightning.relay import Relay
+from dflow_lightning.target import FrozenTarget
+
+CAPACITY_STEP = 128  # engines are made for a multiple of this many tokens, to be used again
+
+
+class SpeculativeDecoder:
+    """Decodes with a target and a drafter; the output is what the target alone would give.
+
+    Example:
+        >>> decoder = SpeculativeDecoder.from_export("drafter", target="Qwen/Qwen3-8B")
+        >>> decoder.generate([decoder.encode("What is 6 times 7?")])[0].token_ids
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        drafter: Drafter,
+        relay: Relay | None = None,
+        *,
+        first_rejected: bool = True,
+        folder: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            first_rejected: whether the relay uses the row of the first rejected token.
+            folder: the export, where its compiled package is to be used.
+        """
+        self.target, self.drafter, self.relay = target, drafter, relay
+        self.first_rejected, self.folder = first_rejected, folder
+        self._engines: dict[tuple, Engine] = {}
+
+    @classmethod
+    def from_export(cls, folder: str | Path, target: str | FrozenTarget) -> SpeculativeDecoder:
+        """Load an exported drafter beside its target.
+
+        Raises:
+            InputError: the folder is damaged or was made for another target.
+        """
+        if isinstance(target, str):
+            target = FrozenTarget.load(target)
+        folder = Path(folder)
+        loaded = load_export(folder, target)
+        return cls(
+            target,
+            loaded.drafter,
+            loaded.relay,
+            first_rejected=loaded.first_rejected,
+            folder=folder,
+        )
+
+    def encode(self, prompt: str, *, enable_thinking: bool = False) -> list[int]:
+        """Render one user message with the target's chat template."""
+        from dflow_lightning.data.template import render_prompt
+
+        messages = [{"role": "user", "content": prompt}]
+        return render_prompt(self.target.tokenizer, messages, enable_thinking=enable_thinking)
+
+    def models(self, *, speculative: bool = True, relay: bool = True) -> Models:
+        """The parts a round runs: all of them, without relay, or the target alone."""
+        if not speculative:
+            return Models(self.target, None)
+        return Models(self.target, self.drafter, self.relay if relay else None, self.first_rejected)
+
+    def engine(
+        self,
+        *,
+        num_slots: int,
+        max_length: int,
+        relay: bool = True,
+        speculative: bool = True,
+        acceptance: Acceptance = "match",
+        backend: Backend = "eager",
+    ) -> Engine:
+        """An engine of this decoder; the last one of each kind is kept and used again."""
+        kind = (speculative, relay and self.relay is not None, acceptance, backend)
+        engine = self._engines.get(kind)
+        if engine is None or engine.num_slots != num_slots or engine.max_length < max_length:
+            limit = self.target.config.max_position_embeddings
+            rounded = min(-(-max_length // CAPACITY_STEP) * CAPACITY_STEP, limit)
+            engine = Engine(
+                self.models(speculative=speculative, relay=relay),
+                num_slots=num_slots,
+                max_length=max(rounded, 2),
+                acceptance=acceptance,
+                backend=self._packaged(relay) if backend == "package" and speculative else backend,
+            )
+            self._engines[kind] = engine
+        return engine
+
+    def _packaged(self, relay: bool) -> Steps:
+        """Steps with the export's own package as the draft step."""
+        from dflow_lightning.decode.package import PackagedDraft
+
+        if self.folder is None:
+            raise InputError("backend is package; load the decoder from an export to use it")
+        return Steps.make(
+            "package", self.models(relay=relay), PackagedDraft(self.folder, self.models())
+        )
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seeds: list[int] | None = None,
+        relay: bool = True,
+        stop_token_ids: tuple[int, ...] | None = None,
+        batch_size: int = 1,
+        acceptance: Acceptance = "match",
+        backend: Backend = "eager",
+        timer: RoundTimer | None = None,
+    ) -> list[Completion]:
+        """Decode prompts speculatively.
+
+        Args:
+            prompts: token ids.
+            temperature: 0 is greedy; above, the target samples.
+            top_k, top_p: see `Request`.
+            seeds: one a prompt (0, 1, ... by default); a prompt's sample depends on nothing else.
+            relay: use the relay, where the drafter has one.
+            stop_token_ids: by default the target's end-of-sequence ids; an empty tuple never stops.
+            batch_size: prompts in flight at the same time.
+            acceptance: `match` or `rejection`, see `Engine`.
+            backend: `eager`, `compiled`, or `package` (the compiled draft step of the export).
+            timer: is given the seconds of each part of each round.
+
+        Raises:
+            InputError: an empty prompt, or one that leaves no room in the target's context.
+        """
+        requests = self.requests(
+            prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+            top_p=top_p, stop_token_ids=stop_token_ids,
+        )  # fmt: skip
+        return self.run(
+            requests, batch_size=batch_size, relay=relay, acceptance=acceptance, backend=backend,
+            timer=timer,
+        )  # fmt: skip
+
+    def generate_plain(
+        self,
+        prompts: list[list[int]],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seeds: list[int] | None = None,
+        stop_token_ids: tuple[int, ...] | None = None,
+        batch_size: int = 1,
+        backend: Backend = "eager",
+    ) -> list[Completion]:
+        """Decode with the target alone, one token a forward: the reference for speed and output."""
+        requests = self.requests(
+            prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+            top_p=top_p, stop_token_ids=stop_token_ids,
+        )  # fmt: skip
+        return self.run(requests, batch_size=batch_size, speculative=False, backend=backend)
+
+    def stream(self, request: Request, **options) -> Iterator[Update]:
+        """Decode one request and yield its tokens as they are committed, round by round.
+
+        Args:
+            options: those of `engine`, but for `num_slots` and `max_length`.
+        """
+        engine = self.engine(num_slots=1, max_length=self._longest([request]), **options)
+        number = engine.submit(request)
+        try:
+            while engine.busy:
+                yield from engine.step()
+        finally:  # also when the reader stops listening
+            engine.cancel(number)
+
+    @staticmethod
+    def requests(prompts: list[list[int]], seeds: list[int] | None, **settings) -> list[Request]:
+        """One request a prompt, with settings in common."""
+        seeds = list(range(len(prompts))) if seeds is None else seeds
+        return [
+            Request(prompt_ids=prompt, seed=seed, **settings)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+
+    def run(
+        self,
+        requests: list[Request],
+        *,
+        batch_size: int = 1,
+        timer: RoundTimer | None = None,
+        **options,
+    ) -> list[Completion]:
+        """Decode requests, `batch_size` at a time; the completions come in their order.
+
+        Args:
+            options: those of `engine`.
+        """
+        limit = self.target.config.max_position_embeddings
+        for request in requests:
+            request.check(self.target, limit)
+        if not requests:
+            return []
+        engine = self.engine(num_slots=batch_size, max_length=self._longest(requests), **options)
+        engine.timer = timer or RoundTimer()
+        return engine.run(requests)
+
+    def _longest(self, requests: list[Request]) -> int:
+        """Tokens of the longest prompt and answer together, as far as the context goes."""
+        limit = self.target.config.max_position_embeddings
+        return min(limit, max(len(one.prompt_ids) + one.max_new_tokens for one in requests))

@@ -1,0 +1,221 @@
+"""The draft step as a compiled package: relay, drafter and the choice of draft tokens in one file.
+
+The package is made by AOTInductor for the kind of device it was exported on, with any number of
+requests and any context length. It holds no weights: those come from the export's safetensors files
+and, for embedding and head, from the target. What it computes is `rounds.draft`.
+
+Shapes: R requests, K slots of a block, J = K-1 drafts, L drafter layers, G key/value heads, T
+context slots, E head size, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflow_lightning.blocks import slot_inputs
+from dflow_lightning.decode import rounds
+from dflow_lightning.decode.rounds import Drafts, Mode
+from dflow_lightning.decode.state import DecodeState, Models, empty_relay
+from dflow_lightning.draft import draft_hidden
+from dflow_lightning.drafter import ContextKV, Drafter
+from dflow_lightning.errors import InputError
+from dflow_lightning.relay import Relay, RelayInput
+
+FOLDER = "decode"
+PACKAGE = "draft.pt2"
+MANIFEST = "manifest.json"
+MAX_CONTEXT = 1 << 20
+
+
+class DraftProgram(nn.Module):
+    """What the package computes; all arguments are tensors."""
+
+    def __init__(self, drafter: Drafter, relay: Relay | None) -> None:
+        super().__init__()
+        self.drafter, self.relay = drafter, relay
+
+    def forward(
+        self,
+        embedding_VD: Tensor,
+        head_VD: Tensor,
+        anchor_ids_R: Tensor,
+        anchors_R: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        relay_h_RKD: Tensor | None = None,
+        relay_valid_RK: Tensor | None = None,
+        bonus_R: Tensor | None = None,
+        rejected_R: Tensor | None = None,
+    ) -> Tensor:
+        """Draft tokens, `[R, J]`.
+
+        Args:
+            embedding_VD, head_VD: the target's.
+            anchor_ids_R, anchors_R: token and absolute position of slot 0.
+            keys, values: the drafter's context of each layer, `[R, G, T, E]`.
+            relay_h_RKD, relay_valid_RK: projected rows aligned to the slots, and where there is
+                one; none are valid in a request's first round.
+            bonus_R, rejected_R: the tokens at the rejection boundary.
+        """
+        embed = nn.functional.embedding
+        dtype = self.drafter.fc.weight.dtype
+        correction = None
+        if self.relay is not None:
+            assert relay_h_RKD is not None
+            assert bonus_R is not None
+            assert rejected_R is not None
+            assert relay_valid_RK is not None
+            correction = self.relay(
+                relay_h_RKD,
+                embed(bonus_R, embedding_VD).to(dtype),
+                embed(rejected_R, embedding_VD).to(dtype),
+                relay_valid_RK,
+            ).unsqueeze(1)
+        x_RNKD = slot_inputs(
+            embed(anchor_ids_R, embedding_VD).to(dtype).unsqueeze(1),
+            embedding_VD[self.drafter.dims.mask_token_id].to(dtype),
+            self.drafter.dims.block_size,
+            correction,
+        )
+        context = [ContextKV(*pair) for pair in zip(keys, values, strict=True)]
+        hidden_RNJD = draft_hidden(self.drafter, x_RNKD, context, anchors_R.unsqueeze(1))
+        logits_RJV = nn.functional.linear(hidden_RNJD.squeeze(1).to(head_VD.dtype), head_VD)
+        return logits_RJV.argmax(-1)
+
+
+def program_inputs(models: Models, state: DecodeState, relay: RelayInput | None) -> tuple[Any, ...]:
+    """The arguments of `DraftProgram` for the next block of each request."""
+    target = models.target
+    arguments: list[Any] = [
+        target.embedding_weight,
+        target.head_weight,
+        state.tokens_RT.gather(1, state.anchor_R.unsqueeze(1)).squeeze(1),
+        state.anchor_R,
+        [layer.keys for layer in state.context],
+        [layer.values for layer in state.context],
+    ]
+    if relay is not None:
+        arguments += [
+            relay.h_BNKD.squeeze(1),
+            relay.valid_BNK.squeeze(1),
+            relay.bonus_BN.squeeze(1),
+            relay.rejected_BN.squeeze(1),
+        ]
+    return tuple(arguments)
+
+
+def compile_package(models: Models, folder: Path) -> None:
+    """Write `draft.pt2` and its manifest.
+
+    Raises:
+        InputError: the target's head has a bias, which the package does not know.
+    """
+    assert models.drafter is not None
+    if models.target.head_weight is None:
+        raise InputError(f"target: {models.target.name} has a head that no package can be made for")
+    program = DraftProgram(models.drafter, models.relay).eval()
+    # Two of everything: a size of one would be taken for a constant.
+    state = DecodeState.empty(models, 2, 64, 1, rejection=False)
+    rows = torch.export.Dim("rows", min=1, max=4096)
+    length = torch.export.Dim("length", min=2, max=MAX_CONTEXT)
+    context = [{0: rows, 2: length}] * models.drafter.dims.num_layers
+    shapes: list[Any] = [None, None, {0: rows}, {0: rows}, context, context]
+    if models.relay is not None:
+        shapes += [{0: rows}] * 4
+    with torch.no_grad():
+        exported = torch.export.export(
+            program, program_inputs(models, state, state.relay), dynamic_shapes=tuple(shapes)
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    torch._inductor.aoti_compile_and_package(
+        exported,
+        package_path=str(folder / PACKAGE),
+        inductor_configs={"aot_inductor.package_constants_in_so": False},
+    )
+    (folder / MANIFEST).write_text(json.dumps(manifest(models), indent=2) + "\n", encoding="utf-8")
+
+
+def manifest(models: Models) -> dict[str, Any]:
+    """What a package must agree with to be used."""
+    assert models.drafter is not None
+    return {
+        "torch": torch.__version__,
+        "device": models.target.device.type,
+        "dtype": str(models.target.dtype).removeprefix("torch."),
+        "relay": models.relay is not None,
+        "block_size": models.drafter.dims.block_size,
+        "num_layers": models.drafter.dims.num_layers,
+        "vocab_size": models.target.vocab_size,
+    }
+
+
+def constants(models: Models, names: list[str]) -> dict[str, Tensor]:
+    """The weights a package asks for.
+
+    The RoPE frequencies are no weight and have no name of their own; short ones are inlined.
+    """
+    assert models.drafter is not None
+    weights = DraftProgram(models.drafter, models.relay).state_dict()
+    unnamed = [name for name in names if name not in weights]
+    if len(unnamed) > 1:
+        raise InputError(
+            f"drafter: the package asks for {unnamed[1]}, which is no weight of the drafter; "
+            "export it again with --compile"
+        )
+    frequencies = models.drafter.inverse_frequencies.to(models.target.device)
+    return {name: weights.get(name, frequencies) for name in names}
+
+
+class PackagedDraft:
+    """`rounds.draft` by the package of an export, in which the relay is included.
+
+    The package takes whole buffers, not slices of them: its steps are static.
+    """
+
+    def __init__(self, folder: Path, models: Models) -> None:
+        """
+        Args:
+            models: with the relay, if the export has one, whether it will be used or not.
+
+        Raises:
+            InputError: there is no package, or it is of another device, dtype or version.
+        """
+        self._models = models
+        path, ours = folder / FOLDER / PACKAGE, manifest(models)
+        if not path.is_file():
+            raise InputError(
+                f"drafter: {folder} holds no {FOLDER}/{PACKAGE}; export with --compile, or use "
+                "the backend eager or compiled"
+            )
+        try:
+            theirs = json.loads((folder / FOLDER / MANIFEST).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"drafter: {folder}/{FOLDER}/{MANIFEST} cannot be read ({error}); export again"
+            ) from None
+        for name, value in ours.items():
+            if theirs.get(name) != value:
+                raise InputError(
+                    f"drafter: the package of {folder} has {name} {theirs.get(name)}, but here it "
+                    f"is {value}; export it again with --compile on this machine"
+                )
+        self._run = torch._inductor.aoti_load_package(str(path))
+        self._run.load_constants(
+            constants(models, self._run.get_constant_fqns()), check_full_update=True
+        )
+
+    def __call__(
+        self, models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tensor | None
+    ) -> Drafts:
+        """Greedy drafts; rejection sampling needs the drafter's distribution and runs eagerly."""
+        if mode.rejection:
+            return rounds.draft(models, state, mode, rounds.correct(models, state))
+        relay = state.relay
+        if relay is None and self._models.relay is not None:  # switched off: no valid rows
+            relay = empty_relay(self._models, state.length_R.shape[0])
+        return Drafts(self._run(*program_inputs(models, state, relay)))

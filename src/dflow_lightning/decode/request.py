@@ -1,0 +1,93 @@
+"""Requests and answers of the decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dflow_lightning.errors import InputError
+from dflow_lightning.target import FrozenTarget
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how to answer it.
+
+    Args:
+        prompt_ids: token ids.
+        max_new_tokens: upper limit of the answer; the target's context may end it earlier.
+        temperature: 0 is greedy.
+        top_k: sample among the k most likely tokens; 0 takes all.
+        top_p: sample among the most likely tokens that reach this probability; 1 takes all.
+        seed: of the sampling noise; the answer depends on nothing else.
+        stop_token_ids: end the answer; None takes the target's end-of-sequence ids.
+    """
+
+    prompt_ids: list[int]
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for a setting out of its range."""
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {self.max_new_tokens}; give 1 or more")
+        if not 0 <= self.temperature < float("inf"):
+            raise InputError(
+                f"temperature is {self.temperature}; give 0 for greedy decoding or a positive "
+                "number"
+            )
+        if self.top_k < 0:
+            raise InputError(f"top_k is {self.top_k}; give 0 for all tokens, or 1 or more")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}; give a number above 0, up to 1")
+
+    def check(self, target: FrozenTarget, max_length: int) -> None:
+        """Raise `InputError` for a prompt that is empty, does not fit or is of another target."""
+        if not self.prompt_ids:
+            raise InputError("prompt: no tokens; give a text that is not empty")
+        if len(self.prompt_ids) >= max_length:
+            raise InputError(
+                f"prompt: {len(self.prompt_ids)} tokens do not fit the target's context of "
+                f"{max_length}; give a shorter prompt"
+            )
+        outside = [one for one in self.prompt_ids if not 0 <= one < target.vocab_size]
+        if outside:
+            raise InputError(
+                f"prompt: token id {outside[0]} is outside the vocabulary of {target.vocab_size}; "
+                "encode the prompt with the target's tokenizer"
+            )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt.
+
+    Attributes:
+        token_ids: generated tokens, the stop token included.
+        accepted: tokens gained per round, less one. That is the number of accepted drafts, cut in a
+            request's last round at the stop token or the length limit.
+        finish_reason: `stop`, `length` or `cancelled`.
+        seconds: wall time from the first token to the last, shared evenly by the requests in
+            flight; over all requests they sum to the wall time of decoding without prefill.
+        latency: wall time from the first token to the last.
+        time_to_first_token: wall time from submission to the first token, the queue included.
+    """
+
+    token_ids: list[int]
+    accepted: list[int]
+    finish_reason: str
+    seconds: float = 0.0
+    latency: float = 0.0
+    time_to_first_token: float = 0.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one round brought a request: its new tokens, and its completion when it has ended."""
+
+    request_id: int
+    token_ids: list[int] = field(default_factory=list)
+    completion: Completion | None = None

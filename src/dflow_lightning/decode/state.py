@@ -1,0 +1,157 @@
+"""What requests in flight carry from round to round, in buffers that are allocated once.
+
+Shapes: R requests (slots of the engine), T token slots, K slots of a block, G key/value heads, E
+head size, D hidden, M stop tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflow_lightning.acceptance import Sampling, position_uniforms
+from dflow_lightning.decode.request import Request
+from dflow_lightning.drafter import ContextKV, Drafter
+from dflow_lightning.relay import Relay, RelayInput
+from dflow_lightning.target import FrozenTarget, SlotCache
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class Models:
+    """The parts that a round runs; without a drafter a round is one step of plain decoding."""
+
+    target: FrozenTarget
+    drafter: Drafter | None
+    relay: Relay | None = None
+    first_rejected: bool = True
+
+    @property
+    def block_size(self) -> int:
+        """Tokens that the target verifies in one forward, K."""
+        return self.drafter.dims.block_size if self.drafter is not None else 1
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """Every request's tokens, caches and relay; all steps write in place.
+
+    Args:
+        length_R: committed tokens; the last one's keys and values are not computed yet.
+        end_R: the length at which a request is full.
+        done_R: the slot decodes nothing: free, finished, or still reading its prompt.
+        noise_RTC: uniform numbers per absolute position: the target's choice and, for rejection
+            sampling, acceptance and the block's drafts, keyed by their anchor.
+        relay: aligned rows and boundary tokens of the next block (N = 1 block a request).
+    """
+
+    tokens_RT: Tensor
+    length_R: Tensor
+    end_R: Tensor
+    done_R: Tensor
+    sampling: Sampling
+    noise_RTC: Tensor
+    stop_ids_RM: Tensor
+    target_cache: SlotCache
+    context: list[ContextKV]
+    relay: RelayInput | None
+
+    @property
+    def anchor_R(self) -> Tensor:
+        """Position of the last committed token: slot 0 of the next block."""
+        return self.length_R - 1
+
+    @classmethod
+    def empty(
+        cls, models: Models, num_slots: int, capacity: int, max_stop_ids: int, *, rejection: bool
+    ) -> DecodeState:
+        """Buffers for `num_slots` requests of `capacity` tokens, all slots free."""
+        device, K = models.target.device, models.block_size
+        noise = K + 1 if rejection else 1
+
+        def full(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((num_slots,), value, dtype=dtype, device=device)
+
+        return cls(
+            tokens_RT=torch.zeros(num_slots, capacity, dtype=torch.long, device=device),
+            length_R=full(1, torch.long),
+            end_R=full(1, torch.long),
+            done_R=full(True, torch.bool),
+            sampling=Sampling(full(0, torch.float32), full(0, torch.long), full(1, torch.float32)),
+            noise_RTC=torch.zeros(num_slots, capacity, noise, dtype=torch.float64, device=device),
+            stop_ids_RM=torch.full((num_slots, max_stop_ids), NO_TOKEN, device=device),
+            target_cache=models.target.new_cache(capacity, num_slots),
+            context=_empty_context(models.drafter, num_slots, capacity),
+            relay=empty_relay(models, num_slots),
+        )
+
+    def admit(self, slot: int, request: Request, capacity: int) -> None:
+        """Put a request into a free slot; it does not decode before `start`."""
+        prompt = torch.tensor(request.prompt_ids, device=self.tokens_RT.device)
+        self.tokens_RT[slot, : len(prompt)] = prompt
+        self.length_R[slot] = len(prompt)
+        self.end_R[slot] = min(len(prompt) + request.max_new_tokens, capacity)
+        self.done_R[slot] = True
+        self.sampling.temperature_R[slot] = request.temperature
+        self.sampling.top_k_R[slot] = request.top_k
+        self.sampling.top_p_R[slot] = request.top_p
+        columns = self.noise_RTC.shape[-1]
+        if request.temperature > 0 or columns > 1:
+            self.noise_RTC[slot] = position_uniforms(request.seed, self.noise_RTC.shape[1], columns)
+        stop = torch.tensor(request.stop_token_ids or [], dtype=torch.long)
+        self.stop_ids_RM[slot] = NO_TOKEN
+        self.stop_ids_RM[slot, : len(stop)] = stop
+        if self.relay is not None:
+            self.relay.valid_BNK[slot] = False
+
+    def first(self, count: int, length: int) -> DecodeState:
+        """The first `count` requests and `length` token slots, as views of the same buffers."""
+        self.target_cache.length = length
+        views: dict[str, Any] = {
+            field.name: value[:count]
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(
+            self,
+            **views,
+            sampling=_each(self.sampling, count),
+            relay=None if self.relay is None else _each(self.relay, count),
+            context=[
+                ContextKV(one.keys[:count, :, :length], one.values[:count, :, :length])
+                for one in self.context
+            ],
+        )
+
+
+def _each(group, count: int):
+    """A dataclass of tensors with the first `count` rows of each."""
+    return type(group)(**{f.name: getattr(group, f.name)[:count] for f in fields(group)})
+
+
+def _empty_context(drafter: Drafter | None, rows: int, capacity: int) -> list[ContextKV]:
+    if drafter is None:
+        return []
+    dims, weight = drafter.dims, drafter.fc.weight
+    shape = (rows, dims.num_key_value_heads, capacity, dims.head_dim)
+    return [
+        ContextKV(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(dims.num_layers)
+    ]
+
+
+def empty_relay(models: Models, rows: int) -> RelayInput | None:
+    """No valid rows: the relay then adds exactly zero."""
+    if models.relay is None or models.drafter is None:
+        return None
+    dims, weight = models.drafter.dims, models.drafter.fc.weight
+    K, device = dims.block_size, weight.device
+    return RelayInput(
+        h_BNKD=weight.new_zeros(rows, 1, K, dims.hidden_size),
+        valid_BNK=torch.zeros(rows, 1, K, dtype=torch.bool, device=device),
+        bonus_BN=torch.zeros(rows, 1, dtype=torch.long, device=device),
+        rejected_BN=torch.zeros(rows, 1, dtype=torch.long, device=device),
+    )
