@@ -81,5 +81,5 @@ def test_no_package(half_trained, tmp_path):
         module.decoder().generate([[1, 2]], backend="package")
     export_drafter(module.drafter, module.relay, module.target, tmp_path / "d", dtype="float32")
     decoder = SpeculativeDecoder.from_export(tmp_path / "d", module.target)
-    with pytest.raises(InputError, match="holds no decode/draft.pt2"):
+    with pytest.raises(InputError, match=r"holds no decode/draft\.pt2"):
         decoder.generate([[1, 2]], backend="package")

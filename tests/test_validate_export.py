@@ -361,6 +361,11 @@ def test_training_record_knows_whose_score_it_is(run):
     assert training_record("best.ckpt", content) is None
 
 
+def test_who_may_read_the_folder_may_read_its_files(run):
+    expected = (run / "export/config.json").stat().st_mode
+    assert {p.stat().st_mode for p in (run / "export").rglob("*.*")} == {expected}
+
+
 def test_the_card_tells_the_tau(run):
     assert "| tau in training | 1." in (run / "export/README.md").read_text()
 

@@ -186,15 +186,11 @@ def export_drafter(
         "tap_fingerprint": tap_fingerprint(target, drafter.dims.target_layer_ids),
     }
     with atomic.staged_folder(out) as folder:
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        _save(weights, folder / "model.safetensors")
         if relay is not None:
             (folder / "relay").mkdir()
             _write_json(folder / "relay/config.json", relay_config(relay, first_rejected))
-            save_file(
-                _weights(relay, dtype),
-                folder / "relay/relay.safetensors",
-                metadata={"format": "pt"},
-            )
+            _save(_weights(relay, dtype), folder / "relay/relay.safetensors")
         integrity.record(folder, config)
         (folder / "README.md").write_text(model_card(config, recipe or {}), encoding="utf-8")
         _write_json(folder / "config.json", config)  # last: without it a folder is no export
@@ -240,6 +236,11 @@ def _weights(part: nn.Module, dtype: str) -> dict[str, Tensor]:
             )
         weights[name] = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
     return weights
+
+
+def _save(weights: dict[str, Tensor], path: Path) -> None:
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets its owner alone read it
 
 
 def drafter_config(
