@@ -198,7 +198,8 @@ def fit(module: DrafterModule, folder, num_rounds: int, **arguments) -> Trainer:
 
 
 @pytest.mark.parametrize("num_rounds", [0, 2])
-def test_two_steps_with_and_without_rollouts(module, tmp_path, num_rounds):
+def test_two_steps_with_and_without_rollouts(tiny_target_dir, tmp_path, num_rounds):
+    module = make_module(tiny_target_dir, relay=num_rounds > 0)
     before = copy.deepcopy(module.state_dict())
     logged = fit(module, tmp_path, num_rounds).callback_metrics
     rounds = [name for name in logged if name.startswith("train/tau_round")]

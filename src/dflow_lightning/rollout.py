@@ -268,6 +268,13 @@ class OnlineRollout(Callback):
     ) -> None:
         """Check the rounds against the module before training starts."""
         if stage == "fit":
+            if pl_module.relay is not None and (not self.num_rounds or self.mode == "off"):
+                named = f"mode is {self.mode}" if self.num_rounds else "num_rounds is 0"
+                raise InputError(
+                    f"rollout.{named} but relay.enabled is true, and a relay learns in rollout "
+                    "rounds alone; set rollout.num_rounds to 1 or more and mode to online, or "
+                    "relay.enabled to false"
+                )
             if self.num_rounds and self.num_anchors > pl_module.num_anchors:
                 raise InputError(
                     f"rollout.num_anchors is {self.num_anchors} but model.num_anchors is "

@@ -63,7 +63,9 @@ def decode_command(
     if concurrency < 1:
         raise InputError(f"concurrency is {concurrency}; give 1 or more")
     if plain and backend == "package":
-        raise InputError("backend is package, which drafts; leave out plain or choose another")
+        raise InputError(
+            "backend is package, which drafts; choose eager or compiled for plain decoding"
+        )
     settings: dict[str, Any] = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
         "max_new_tokens": max_new_tokens,

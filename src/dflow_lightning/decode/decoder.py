@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dflow_lightning.decode.engine import Acceptance, Engine
 from dflow_lightning.decode.request import Completion, Request, Update
@@ -88,6 +89,10 @@ class SpeculativeDecoder:
         backend: Backend = "eager",
     ) -> Engine:
         """An engine of this decoder; the last one of each kind is kept and used again."""
+        if backend == "package" and not speculative:
+            raise InputError(
+                "backend is package, which drafts; choose eager or compiled for plain decoding"
+            )
         kind = (speculative, relay and self.relay is not None, acceptance, backend)
         engine = self._engines.get(kind)
         if engine is None or engine.num_slots != num_slots or engine.max_length < max_length:
@@ -98,7 +103,7 @@ class SpeculativeDecoder:
                 num_slots=num_slots,
                 max_length=max(rounded, 2),
                 acceptance=acceptance,
-                backend=self._packaged(relay) if backend == "package" and speculative else backend,
+                backend=self._packaged(relay) if backend == "package" else backend,
             )
             self._engines[kind] = engine
         return engine
@@ -123,6 +128,7 @@ class SpeculativeDecoder:
         top_p: float = 1.0,
         seeds: list[int] | None = None,
         relay: bool = True,
+        speculative: bool = True,
         stop_token_ids: tuple[int, ...] | None = None,
         batch_size: int = 1,
         acceptance: Acceptance = "match",
@@ -137,6 +143,7 @@ class SpeculativeDecoder:
             top_k, top_p: see `Request`.
             seeds: one a prompt (0, 1, ... by default); a prompt's sample depends on nothing else.
             relay: use the relay, where the drafter has one.
+            speculative: false decodes with the target alone.
             stop_token_ids: by default the target's end-of-sequence ids; an empty tuple never stops.
             batch_size: prompts in flight at the same time.
             acceptance: `match` or `rejection`, see `Engine`.
@@ -151,29 +158,17 @@ class SpeculativeDecoder:
             top_p=top_p, stop_token_ids=stop_token_ids,
         )  # fmt: skip
         return self.run(
-            requests, batch_size=batch_size, relay=relay, acceptance=acceptance, backend=backend,
-            timer=timer,
+            requests, batch_size=batch_size, relay=relay, speculative=speculative,
+            acceptance=acceptance, backend=backend, timer=timer,
         )  # fmt: skip
 
-    def generate_plain(
-        self,
-        prompts: list[list[int]],
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seeds: list[int] | None = None,
-        stop_token_ids: tuple[int, ...] | None = None,
-        batch_size: int = 1,
-        backend: Backend = "eager",
-    ) -> list[Completion]:
-        """Decode with the target alone, one token a forward: the reference for speed and output."""
-        requests = self.requests(
-            prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, stop_token_ids=stop_token_ids,
-        )  # fmt: skip
-        return self.run(requests, batch_size=batch_size, speculative=False, backend=backend)
+    def generate_plain(self, prompts: list[list[int]], **options: Any) -> list[Completion]:
+        """Decode with the target alone, one token a forward: the reference for speed and output.
+
+        Args:
+            options: those of `generate`.
+        """
+        return self.generate(prompts, speculative=False, **options)
 
     def stream(self, request: Request, **options) -> Iterator[Update]:
         """Decode one request and yield its tokens as they are committed, round by round.
