@@ -241,6 +241,8 @@ def bars(table: dict) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for one, other, temperature, goal in BARS:
+        if not {one, other} <= table.keys():
+            continue  # left out by --rows
         values = ratio(table, one, other, f"{temperature}/pooled")
         mean = statistics.mean(values)
         each = ", ".join(f"{value:.3f}" for value in values)
@@ -265,15 +267,16 @@ def publish(summary: str) -> None:
 
 
 def main(
-    out: Path, seeds: list[int], jobs: int, quick: bool, per_family: int, ship: bool, record: bool
-) -> None:
-    """Train, bench and tabulate all rows."""
+    out: Path, seeds: list[int], jobs: int, quick: bool, per_family: int, ship: bool, record: bool,
+    rows: list[str],
+) -> None:  # fmt: skip
+    """Train, bench and tabulate all rows, or some."""
     study = Study(out, seeds[:1] if quick else seeds, quick, 8 if quick else per_family)
-    rows = variants(num_blocks("tiny-dflow"))
+    chosen = [one for one in variants(num_blocks("tiny-dflow")) if not rows or one.name in rows]
     # The rows that matter most come first, whatever time is left.
     pairs = [
         (variant, seed)
-        for variant in rows
+        for variant in chosen
         for seed in study.seeds
         if seed == study.seeds[0] or not variant.one_seed
     ]
@@ -304,6 +307,9 @@ if __name__ == "__main__":
     )
     parser.add_argument(
         "--jobs", type=int, default=2, help="trainings at the same time, one thread each"
+    )
+    parser.add_argument(
+        "--rows", type=lambda text: text.split(","), default=[], help="only these, by name"
     )
     parser.add_argument("--per-family", type=int, default=32)
     parser.add_argument("--quick", action="store_true")
