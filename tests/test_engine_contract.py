@@ -49,8 +49,8 @@ def test_fused_parts_are_tensors_of_the_drafter():
 
 
 def fuse(tensors: dict) -> None:
-    parts = [tensors.pop(f"layers.1.mlp.{name}_proj.weight") for name in ("gate", "up")]
-    tensors["layers.1.mlp.gate_up_proj.weight"] = torch.cat(parts)
+    parts = [tensors.pop(f"layers.0.mlp.{name}_proj.weight") for name in ("gate", "up")]
+    tensors["layers.0.mlp.gate_up_proj.weight"] = torch.cat(parts)
 
 
 def add_prefix(tensors: dict) -> None:
@@ -104,7 +104,7 @@ FAULTS = {
         "hidden_norm.weight is missing: not noticed by SGLang and not noticed by vLLM",
     ),
     "prefixed names": (tensors(add_prefix), "begins with `model.`"),
-    "fused": (tensors(fuse), "layers.1.mlp.gate_up_proj.weight is stored fused"),
+    "fused": (tensors(fuse), "layers.0.mlp.gate_up_proj.weight is stored fused"),
     "own head": (
         tensors(lambda t: t.update({"lm_head.weight": torch.ones(2048, 160)})),
         "lm_head.weight would be used by vLLM instead of the target's",
@@ -132,8 +132,8 @@ FAULTS = {
     ),
     "no RoPE base": (config(rope_theta=None, rope_parameters=None), "rope_theta is missing"),
     "two RoPE bases": (config(rope_theta=1e4), "rope_theta is 10000.0, but 1000000.0"),
-    "sliding": (config(layer_types=["sliding_attention"] * 3), "engines make sliding ones causal"),
-    "too few layer types": (config(layer_types=["full_attention"]), "once a layer"),
+    "sliding": (config(layer_types=["sliding_attention"]), "engines make sliding ones causal"),
+    "too many layer types": (config(layer_types=["full_attention"] * 2), "once a layer"),
     "causal": (config(is_causal=True), "is_causal is True in config.json"),
     "causal in vLLM": (config(dflash_config__causal=True), "causal is True in dflash_config"),
     "shifted layout": (config(dflash_config__sample_from_anchor=True), "sample_from_anchor"),

@@ -55,12 +55,6 @@ def test_trains_two_steps(launch: "Launcher", recipe: Path, run_options: list[st
     assert (launch.folder / f"runs/{recipe.stem}/checkpoints/last.ckpt").is_file()
 
 
-def test_override_reaches_interpolated_values(launch: "Launcher") -> None:
-    recipe = ROOT / "recipes/tiny-dflow.yaml"
-    printed = launch("fit", "--config", recipe, "--model.num_anchors", 5, "--print_config").out
-    assert yaml.safe_load(printed)["rollout"]["num_anchors"] == 5
-
-
 def test_environment_defaults_overlays_and_flags_come_in_this_order(
     launch: "Launcher", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

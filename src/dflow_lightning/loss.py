@@ -23,7 +23,8 @@ class LossConfig:
     Args:
         gamma: decay of the slot weights, `exp(-(k-1)/gamma)`; 7 for blocks of 16, 5 for 10, 4 for 8
             (DFlash's values) and linear in the block size between, when left out.
-        round_weights: weight of the mask round and of each rollout round; equal by default.
+        round_weights: weight of the mask round and of each rollout round; by default their numbers
+            of blocks.
         chunk_blocks: blocks whose logits exist at the same time; logits are recomputed in the
             backward pass, so memory does not grow with the number of blocks.
     """

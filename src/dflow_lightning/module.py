@@ -136,14 +136,16 @@ class DrafterModule(LightningModule):
         """Loss over all rounds from one drafter forward, and detached sums per round.
 
         Every round's loss is a weighted mean over its supervised slots, numerator and denominator
-        summed over all processes; rounds are averaged with `loss.round_weights`.
+        summed over all processes; rounds are averaged with `loss.round_weights`, or by their number
+        of blocks, so that each block counts alike.
 
         Returns:
             the scalar loss and `[R, 4]`: weighted loss, weight, accepted drafts and blocks.
         """
         sums_R4 = self._round_sums(inputs, self._forward_blocks(inputs))
         totals_R4 = self._all_reduce(sums_R4.detach().clone())
-        round_weights = self.check_round_weights(len(inputs.rounds) - 1)
+        blocks = [current.anchors.positions_BN.shape[1] for current in inputs.rounds]
+        round_weights = self.check_round_weights(blocks)
         per_round = sums_R4[:, 0] / totals_R4[:, 1].clamp(min=1e-6)
         loss = (per_round * per_round.new_tensor(round_weights)).sum() / sum(round_weights)
         if self.relay is not None:
@@ -188,15 +190,15 @@ class DrafterModule(LightningModule):
     def _head(self, hidden: Tensor) -> Tensor:
         return self.target.head(hidden.to(self.target.dtype))
 
-    def check_round_weights(self, num_rounds: int) -> list[float]:
-        """The loss weight of the mask round and each rollout round."""
+    def check_round_weights(self, blocks: list[int]) -> list[float]:
+        """The loss weight of the mask round and each rollout round, of so many blocks each."""
         weights = self.loss_config.round_weights
         if weights is None or not self.training:  # held-out losses are of the mask round alone
-            return [1.0] * (num_rounds + 1)
-        if len(weights) != num_rounds + 1:
+            return [float(number) for number in blocks]
+        if len(weights) != len(blocks):
             raise InputError(
-                f"loss.round_weights has {len(weights)} numbers for {num_rounds + 1} rounds "
-                f"(the mask round and {num_rounds} rollout rounds); give one number a round"
+                f"loss.round_weights has {len(weights)} numbers for {len(blocks)} rounds "
+                f"(the mask round and {len(blocks) - 1} rollout rounds); give one number a round"
             )
         return weights
 

@@ -280,7 +280,9 @@ class OnlineRollout(Callback):
                     f"rollout.num_anchors is {self.num_anchors} but model.num_anchors is "
                     f"{pl_module.num_anchors}; rolled-out blocks are a subset, give at most as many"
                 )
-            pl_module.check_round_weights(self.num_rounds)
+            pl_module.check_round_weights(
+                [pl_module.num_anchors] + [self.num_anchors] * self.num_rounds
+            )
 
     @torch.no_grad()
     def on_train_batch_start(  # type: ignore[override]
