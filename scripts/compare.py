@@ -273,7 +273,7 @@ def publish(summary: str) -> None:
 
 def main(
     out: Path, seeds: list[int], jobs: int, quick: bool, per_family: int, ship: bool, record: bool,
-    rows: list[str],
+    rows: list[str], finished: bool,
 ) -> None:  # fmt: skip
     """Train, bench and tabulate all rows, or some."""
     study = Study(out, seeds[:1] if quick else seeds, quick, 8 if quick else per_family)
@@ -285,6 +285,8 @@ def main(
         for seed in study.seeds
         if seed == study.seeds[0] or not variant.one_seed
     ]
+    if finished:
+        pairs = [pair for pair in pairs if (study.folder(*pair) / "bench.json").exists()]
     results = in_pairs(study.measure, pairs, jobs)
     table = collect(
         {(v.name, seed): found for (v, seed), found in zip(pairs, results, strict=True)}
@@ -315,6 +317,9 @@ if __name__ == "__main__":
     )
     parser.add_argument(
         "--rows", type=lambda text: text.split(","), default=[], help="only these, by name"
+    )
+    parser.add_argument(
+        "--finished", action="store_true", help="tabulate what is there and train nothing"
     )
     parser.add_argument("--per-family", type=int, default=32)
     parser.add_argument("--quick", action="store_true")

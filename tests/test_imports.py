@@ -21,7 +21,7 @@ LAYERS = [
         *("bench", "bench_row", "bench_table", "measure", "equality", "report", "charts", "ui"),
         *("serving", "validate_export"),
     },
-    {"arguments", "cli", "__main__"},
+    {"arguments", "cli", "plan", "__main__"},
 ]
 TRAINING_ONLY = ("lightning", "pytorch_lightning", "deepspeed", "mlflow")
 

@@ -13,6 +13,8 @@ pytest_plugins = ["launch"]
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 TINY = [path for path in RECIPES if path.stem.startswith("tiny-")]
+QWEN3 = [path for path in RECIPES if path.stem.startswith("qwen3-")]
+OVERLAYS = sorted((ROOT / "recipes/hardware").glob("*.yaml"))
 HEADER = ("dflow-train fit --config recipes/", "Hardware:", "docs/results.md")
 
 
@@ -45,6 +47,55 @@ def test_tiny_recipes_differ_only_in_the_method() -> None:
         del recipe["rollout"], recipe["model"]["relay"]
     assert len(recipes) == 3
     assert recipes[0] == recipes[1] == recipes[2]
+
+
+def test_qwen3_recipes_differ_only_in_target_and_method() -> None:
+    recipes = {path.stem: yaml.safe_load(path.read_text()) for path in QWEN3}
+    sizes, methods = ("1.7b", "4b", "8b"), ("dflash", "dflow")
+    assert sorted(recipes) == sorted(f"qwen3-{s}-{m}" for s in sizes for m in methods)
+    for name, recipe in recipes.items():
+        _, size, method = name.split("-")
+        target = recipe["model"].pop("target")
+        assert target == {"path": f"Qwen/Qwen3-{size.upper()}"}
+        for split in ("train", "validation", "test"):
+            assert recipe["data"].pop(split) == f"data/qwen3-{size}/{split}.jsonl"
+        assert recipe["model"].pop("relay") == {"enabled": method == "dflow"}
+        rounds = {"num_rounds": 2, "num_anchors": 64, "mode": "online"}
+        assert recipe.pop("rollout") == (rounds if method == "dflow" else {"num_rounds": 0})
+    assert all(recipe == recipes["qwen3-8b-dflow"] for recipe in recipes.values())
+
+
+def test_qwen3_recipes_have_the_published_settings(launch: "Launcher") -> None:
+    printed = launch("fit", "--config", ROOT / "recipes/qwen3-8b-dflash.yaml", "--print_config").out
+    recipe = yaml.safe_load(printed)
+    model, trainer = recipe["model"], recipe["trainer"]
+    assert (model["drafter"]["num_layers"], model["drafter"]["block_size"]) == (5, 16)
+    assert model["drafter"]["target_layer_ids"] is None  # the published formula
+    assert (model["num_anchors"], model["loss"]["gamma"]) == (512, 7.0)
+    assert (model["optimizer"]["lr"], model["optimizer"]["warmup_ratio"]) == (6e-4, 0.04)
+    assert model["optimizer"]["min_lr_ratio"] == model["optimizer"]["weight_decay"] == 0
+    assert (recipe["data"]["max_length"], trainer["max_epochs"]) == (3072, 6)
+    assert (trainer["gradient_clip_val"], trainer["precision"]) == (1.0, "bf16-mixed")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=names(OVERLAYS))
+def test_hardware_overlays_keep_the_rows_of_a_step(launch: "Launcher", overlay: Path) -> None:
+    recipe = ROOT / "recipes/qwen3-8b-dflow.yaml"
+    done = launch("fit", "--config", recipe, "--config", overlay, "--print_config")
+    assert done.status == 0, done.err
+    printed, alone = yaml.safe_load(done.out), yaml.safe_load(overlay.read_text())
+    trainer, batch = printed["trainer"], printed["data"]["batch_size"]
+    assert trainer["devices"] == int(overlay.stem.split("x")[0])
+    assert trainer["devices"] * batch * trainer["accumulate_grad_batches"] == 32
+    # Only what depends on the hardware, and no lists: those would replace the recipe's.
+    assert set(alone) == {"trainer", "data"}
+    assert set(alone["data"]) == {"batch_size"}
+    hardware = {"accelerator", "devices", "strategy", "accumulate_grad_batches"}
+    assert set(alone["trainer"]) == hardware
+    assert (trainer["max_epochs"], printed["model"]["num_anchors"]) == (6, 512)
+    comment = "\n".join(line for line in overlay.read_text().splitlines() if line.startswith("#"))
+    assert f"--config recipes/hardware/{overlay.name}" in comment
+    assert f"(hardware/{overlay.name})" in (ROOT / "recipes/README.md").read_text()
 
 
 @pytest.mark.parametrize("recipe", TINY, ids=names(TINY))

@@ -10,8 +10,13 @@ RUNS = {
     "fit": "train a drafter from a recipe",
     "validate": "decode the validation prompts with a checkpoint, relay on and off",
     "test": "the same on the test prompts",
+    "plan": "say what a recipe needs before it is run",
 }
 TOOLS = {
+    "inspect": (
+        "dflow_lightning.data.inspect:inspect_command",
+        "show a row of data and what is learned from it",
+    ),
     "export": ("dflow_lightning.export:export_command", "write a checkpoint in the export layout"),
     "validate-export": (
         "dflow_lightning.validate_export:validate_export_command",
@@ -67,6 +72,10 @@ def dispatch(args: list[str]) -> int:
     command = args[0]
     if command in TOOLS:
         run_tool(command, args)
+    elif command == "plan":
+        from dflow_lightning.plan import run as plan
+
+        return plan(args[1:])
     elif command in RUNS:
         from dflow_lightning.cli import run
 

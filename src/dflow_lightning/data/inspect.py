@@ -1,0 +1,170 @@
+"""`dflow-train inspect`: what the drafter would learn from one row."""
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from dflow_lightning.blocks import draw_anchors
+from dflow_lightning.data.conversations import Conversation, Reject, parse_conversations
+from dflow_lightning.data.template import ChatEncoder, Segment, Supervise
+from dflow_lightning.errors import InputError
+
+PLAIN_WIDTH = 80
+SUPERVISED = "bold green"
+
+
+def inspect_command(
+    *,
+    data: Path,
+    target: str,
+    row: int = 1,
+    thinking: bool = False,
+    supervise: Supervise = "all_turns",
+) -> None:
+    """Show one row as the target's chat template renders it, and which tokens are learned from.
+
+    Supervised tokens are coloured on a terminal and stand between «marks» elsewhere.
+
+    Args:
+        data: JSONL, JSON or Parquet file of conversations.
+        target: hub id or folder of the target; only its tokenizer is loaded.
+        row: line of the row, or its number in a JSON array or a Parquet file, from 1.
+        thinking: let the target think first, where its chat template knows how.
+        supervise: learn from every answer of a conversation, or from the last one.
+    """
+    conversation = find_row(data.expanduser(), row)
+    tokenizer = _load_tokenizer(target)
+    encoder = ChatEncoder(tokenizer, enable_thinking=thinking, supervise=supervise)
+    try:
+        segments = encoder.segments(conversation.messages)
+        encoded = encoder.encode([segments])[0]
+    except InputError as error:
+        raise InputError(f"row: line {row} of {data}: {error}") from error
+    show(f"row {row} of {data}", conversation, segments, encoded.input_ids, encoded.loss_mask)
+
+
+def find_row(path: Path, row: int) -> Conversation:
+    """The conversation at a line of a file.
+
+    Raises:
+        InputError: the file cannot be read, the line is blank or not there, or its row is a reject.
+    """
+    if row < 1:
+        raise InputError(f"row is {row}; give 1 or more")
+    line = 0
+    for line, found in parse_conversations(path):
+        if line == row and isinstance(found, Reject):
+            raise InputError(
+                f"row: line {row} of {path} is rejected ({found.reason}): {found.detail}"
+            )
+        if line == row and isinstance(found, Conversation):
+            return found
+        if line > row:
+            raise InputError(f"row: line {row} of {path} is blank; the next row is {line}")
+    last = f"its last row is {line}" if line else "it is empty"
+    raise InputError(f"row: {path} has no line {row}; {last}")
+
+
+def anchor_candidates(loss_mask: Sequence[bool]) -> list[int]:
+    """Positions that `draw_anchors` may choose, ascending."""
+    if not loss_mask:
+        return []
+    mask_BS = torch.tensor([list(loss_mask)])
+    anchors = draw_anchors(
+        mask_BS, torch.zeros(1, dtype=torch.long), len(loss_mask), seed=0, step=0
+    )
+    return sorted(anchors.positions_BN[anchors.valid_BN].tolist())
+
+
+def show(
+    title: str,
+    conversation: Conversation,
+    segments: Sequence[Segment],
+    input_ids: Sequence[int],
+    loss_mask: Sequence[bool],
+    console: Console | None = None,
+) -> None:
+    """Print the counts, the rendered text and the token ids."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=PLAIN_WIDTH, no_color=True, color_system=None)
+    coloured = console.color_system is not None and not console.no_color
+    candidates = anchor_candidates(loss_mask)
+    lines = [
+        title,
+        f"id {conversation.id}, family {conversation.family}",
+        f"{len(input_ids)} tokens, {sum(loss_mask)} supervised",
+        f"{len(candidates)} anchor candidates ({', '.join(_ranges(candidates)) or 'none'})",
+        *_left_out(conversation, segments),
+    ]
+
+    def put(*parts: tuple[str, bool]) -> None:
+        text = Text(overflow="fold")
+        for part, supervised in parts:
+            marked = part if coloured or not supervised else f"«{part}»"
+            text.append(visible(marked), SUPERVISED if supervised else None)
+        console.print(text, highlight=False)
+
+    for line in lines:
+        put((line, False))
+    put(("", False))
+    put(*((text, supervised) for text, supervised in _stretches(segments)))
+    put(("token ids", False))
+    stretches = groupby(zip(loss_mask, input_ids, strict=True), key=lambda pair: pair[0])
+    parts: list[tuple[str, bool]] = []
+    for supervised, pairs in stretches:
+        ids = " ".join(str(token) for _, token in pairs)
+        parts += [(" ", False), (ids, supervised)] if parts else [(ids, supervised)]
+    put(*parts)
+
+
+def visible(text: str) -> str:
+    """The text with control characters spelled out, so that none reaches the terminal."""
+    return "".join(
+        repr(letter)[1:-1]
+        if unicodedata.category(letter) == "Cc" and letter not in "\n\t"
+        else letter
+        for letter in text
+    )
+
+
+def _stretches(segments: Sequence[Segment]) -> Iterator[tuple[str, bool]]:
+    """Text as it is tokenized: special tokens that someone spelled out are back in their place."""
+    for segment in segments:
+        text = segment.text
+        for stand_in, spelled in segment.hidden.items():
+            text = text.replace(stand_in, spelled)
+        if text:
+            yield text, segment.supervised
+
+
+def _left_out(conversation: Conversation, segments: Sequence[Segment]) -> Iterator[str]:
+    """What of the row is not in the text."""
+    if conversation.tools:
+        yield "not rendered: the definitions of the row's tools"
+    text = "".join(segment.text for segment in segments)
+    calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
+    if any(call["function"]["name"] not in text for call in calls):
+        yield "not rendered: tool calls, which the chat template leaves out"
+
+
+def _ranges(positions: Sequence[int]) -> Iterator[str]:
+    """Runs of neighbours as `first-last`."""
+    for _, run in groupby(enumerate(positions), key=lambda pair: pair[1] - pair[0]):
+        members = [position for _, position in run]
+        yield str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"
+
+
+def _load_tokenizer(target: str) -> Any:
+    from dflow_lightning.data.datamodule import load_tokenizer  # imports lightning
+
+    try:
+        return load_tokenizer(target)
+    except InputError as error:
+        raise InputError(str(error).replace("model.target.path", "target", 1)) from error

@@ -1,0 +1,294 @@
+"""`dflow-train plan`: exact counts, formulas against what real tensors take, and refusals."""
+
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from targets import random_target
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dflow_lightning.blocks import Anchors
+from dflow_lightning.data.batches import TokenRows, TrainLoader
+from dflow_lightning.data.datamodule import Batch
+from dflow_lightning.data.template import EncodedRow
+from dflow_lightning.drafter import Drafter
+from dflow_lightning.errors import InputError
+from dflow_lightning.plan import Plan, make_plan, parse, steps
+from dflow_lightning.relay import Relay
+from dflow_lightning.rollout import Rollout, Round, clean_forward
+from dflow_lightning.target import FrozenTarget
+
+if TYPE_CHECKING:
+    from launch import Launcher
+
+pytest_plugins = ["launch"]
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+
+def qwen3(hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool) -> dict:
+    """A config.json of a dense Qwen3."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": intermediate, "vocab_size": 151936,
+        "tie_word_embeddings": tied, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000, "hidden_act": "silu", "eos_token_id": 151645,
+    }  # fmt: skip
+
+
+SHAPES = {
+    "1.7b": qwen3(2048, 28, 16, 6144, tied=True),
+    "4b": qwen3(2560, 36, 32, 9728, tied=True),
+    "8b": qwen3(4096, 36, 32, 12288, tied=False),
+    "32b": qwen3(5120, 64, 64, 25600, tied=False),
+    "70b": qwen3(8192, 80, 64, 28672, tied=False),
+}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A config.json for each shape."""
+    folder = tmp_path_factory.mktemp("configs")
+    for size, shape in SHAPES.items():
+        (folder / f"{size}.json").write_text(json.dumps(shape))
+    return {size: folder / f"{size}.json" for size in SHAPES}
+
+
+def planned(*options: object) -> Plan:
+    return make_plan(parse([str(option) for option in options]))
+
+
+def of_recipe(configs: dict[str, Path], size: str, *options: object, method="dflow") -> Plan:
+    config = RECIPES / f"qwen3-{size}-{method}.yaml"
+    return planned("--config", config, "--target_config", configs[size], *options)
+
+
+def layer_parameters(hidden: int, heads: int, intermediate: int) -> int:
+    attention = 2 * hidden * heads * 128 + 2 * hidden * 8 * 128 + 2 * 128
+    return attention + 3 * hidden * intermediate + 2 * hidden
+
+
+# ---------------------------------------------------------------- parameters
+
+
+@pytest.mark.parametrize(("size", "millions"), [("1.7b", 272.6), ("4b", 537), ("8b", 1049)])
+def test_parameters_are_exact(configs: dict[str, Path], size: str, millions: float) -> None:
+    shape, plan = SHAPES[size], of_recipe(configs, size)
+    D, heads, F = (shape[k] for k in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    layer = layer_parameters(D, heads, F)
+    embeddings = shape["vocab_size"] * D * (1 if shape["tie_word_embeddings"] else 2)
+
+    target = sum(p.numel() for p in plan.target.model.parameters())
+    assert target == embeddings + shape["num_hidden_layers"] * layer + D
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+        model.tie_weights()
+    assert target == sum(p.numel() for p in model.parameters())
+
+    drafter = sum(p.numel() for p in plan.drafter.parameters())
+    assert drafter == 5 * layer + 5 * D * D + 2 * D
+    assert drafter == pytest.approx(millions * 1e6, rel=1e-3)  # of the published drafters
+    assert len(plan.drafter.state_dict()) == 58
+    relay = (3 * D * 2 * D + 2 * D) + (2 * D * 2 * D + 2 * D) + 2 * D
+    assert plan.trained == drafter + relay
+    assert of_recipe(configs, size, method="dflash").trained == drafter
+
+
+@pytest.mark.parametrize(
+    ("size", "taps"), [("1.7b", [1, 7, 13, 19, 25]), ("8b", [1, 9, 17, 25, 33])]
+)
+def test_taps_are_the_published_ones(configs: dict[str, Path], size: str, taps: list[int]) -> None:
+    dims = of_recipe(configs, size).drafter.dims
+    assert dims.target_layer_ids == taps
+    assert (dims.block_size, dims.num_layers) == (16, 5)
+
+
+# ---------------------------------------------------------------- memory against real tensors
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, FrozenTarget]:
+    """A plan that can be run: two rows of 24 tokens, 6 blocks of 4, 3 rolled out twice."""
+    folder = random_target(tmp_path_factory.mktemp("small"))
+    plan = planned(
+        f"--model.target.path={folder}", "--model.drafter.num_layers=2",
+        "--model.drafter.block_size=4", "--model.drafter.target_layer_ids=[0,2]",
+        "--model.relay.enabled=true", "--model.num_anchors=6", "--rollout.num_anchors=3",
+        "--data.train=none", "--data.max_length=24", "--data.batch_size=2",
+        "--trainer.accelerator=cpu", "--trainer.precision=32-true",
+    )  # fmt: skip
+    return plan, FrozenTarget.load(str(folder))
+
+
+def test_features_and_cache_are_what_a_rollout_holds(small: tuple[Plan, FrozenTarget]) -> None:
+    plan, target = small
+    dims = plan.drafter.dims
+    ids = torch.randint(0, 300, (2, 24))
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(2))
+    inputs = clean_forward(target, batch, dims.target_layer_ids, plan.rolled_slots)
+    anchors = torch.arange(6).expand(2, -1)
+    inputs.rounds.append(Round(Anchors(anchors, torch.ones_like(anchors, dtype=torch.bool))))
+    drafter, relay = Drafter(dims), Relay(dims.hidden_size, 2 * dims.hidden_size)
+    Rollout(target, drafter, relay, True, "online", "data").extend(inputs, 2, 3)
+
+    taps = [inputs.taps_BSC, *(r.relay.taps_BNKC for r in inputs.rounds if r.relay)]
+    assert plan.features() == sum(t.nbytes for t in taps)
+    held = [t for layer in inputs.cache.layers if layer.is_initialized
+            for t in (layer.keys, layer.values)]  # fmt: skip
+    assert plan.target_cache() == sum(t.nbytes for t in held)
+    blocks = sum(r.anchors.positions_BN.shape[1] for r in inputs.rounds)
+    assert plan.slots == blocks * dims.block_size
+
+
+def test_a_checkpoint_holds_weights_and_two_moments(small: tuple[Plan, FrozenTarget]) -> None:
+    plan, _ = small
+    dims = plan.drafter.dims
+    drafter, relay = Drafter(dims), Relay(dims.hidden_size, 2 * dims.hidden_size)
+    module = torch.nn.ModuleList([drafter, relay])
+    optimizer = torch.optim.AdamW(module.parameters())
+    sum(p.sum() for p in module.parameters()).backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save([module.state_dict(), optimizer.state_dict()], file)
+    assert plan.checkpoint() == pytest.approx(file.getbuffer().nbytes, rel=0.1)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_activations_are_near_what_autograd_saves(tmp_path: Path, precision: str) -> None:
+    shape = qwen3(256, 8, 4, 768, tied=True) | {"vocab_size": 512, "eos_token_id": 1}
+    shape |= {"head_dim": 64, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    plan = planned(
+        f"--model.target.path={tmp_path}", "--model.drafter.num_layers=2", "--data.train=none",
+        "--model.num_anchors=12", "--rollout.num_rounds=0", "--data.max_length=64",
+        "--data.batch_size=2", f"--trainer.precision={precision}",
+    )  # fmt: skip
+    drafter = Drafter(plan.drafter.dims)
+    weights = {p.untyped_storage().data_ptr() for p in drafter.parameters()}
+    shapes = {shape for p in drafter.parameters() for shape in (p.shape, p.shape[::-1])}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights and tensor.shape not in shapes:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    taps, x = torch.randn(2, 64, 2 * 256), torch.randn(2, 12, 16, 256, requires_grad=True)
+    positions = torch.arange(64).expand(2, -1)
+    mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), mixed:
+        context = drafter.context_kv(drafter.project(taps), positions)
+        drafter(x, context, torch.arange(12).expand(2, -1) * 5, backend="dense").sum()
+    taken = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    predicted = plan.activations() + plan.masks()
+    assert predicted == pytest.approx(taken, rel=0.15)
+
+
+# ---------------------------------------------------------------- what fits
+
+
+@pytest.mark.parametrize(
+    ("overlay", "memory"), [("8xa800-80g", 80), ("8xh200", 139), ("1xh200", 139)]
+)
+def test_the_largest_recipe_fits_its_hardware(
+    configs: dict[str, Path], overlay: str, memory: float
+) -> None:
+    plan = of_recipe(configs, "8b", "--config", RECIPES / "hardware" / f"{overlay}.yaml")
+    assert plan.gpus == int(overlay[0])
+    plan.refuse_what_does_not_fit(memory)
+
+
+def test_a_smaller_batch_is_proposed_and_fits(configs: dict[str, Path]) -> None:
+    with pytest.raises(InputError) as refused:
+        of_recipe(configs, "8b", "--gpus", 8).refuse_what_does_not_fit(80)
+    words = str(refused.value)
+    assert "no room for the drafter activations" in words
+    batch = words.partition("data.batch_size to ")[2].split()[0]
+    more = words.partition("accumulate_grad_batches to ")[2].split(",")[0]
+    assert int(batch) * int(more) == 4
+    options = (f"--data.batch_size={batch}", f"--trainer.accumulate_grad_batches={more}")
+    of_recipe(configs, "8b", "--gpus", 8, *options).refuse_what_does_not_fit(80)
+
+
+@pytest.mark.parametrize(
+    ("size", "sentence"),
+    [
+        ("32b", "no room for the drafter weights"),
+        ("70b", "no room for the target weights"),
+    ],
+)
+def test_large_targets_are_refused(
+    launch: "Launcher", configs: dict[str, Path], size: str, sentence: str
+) -> None:
+    options = ("--gpus", 8, "--gpu_memory", 80, "--target_config", configs[size])
+    done = launch("plan", "--config", RECIPES / "qwen3-8b-dflow.yaml", *options)
+    assert done.status == 2
+    assert sentence in done.err
+    assert "choose a smaller target, or take GPUs of" in done.err
+    assert len(done.err.splitlines()) == 1
+    assert "optimizer (two moments)" in done.out  # the table is still there
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_prints_everything_in_80_columns(launch: "Launcher", configs: dict[str, Path]) -> None:
+    done = launch(
+        "plan", "--config", RECIPES / "qwen3-8b-dflow.yaml",
+        "--config", RECIPES / "hardware/8xa800-80g.yaml", "--target_config", configs["8b"],
+    )  # fmt: skip
+    assert (done.status, done.err) == (0, "")
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert "8,190,735,360" in done.out  # the model card's 8.2B
+    assert "32 rows: 8 GPUs x 1 x 4 accumulated" in done.out
+    clean, verified = 32 * 3072, 32 * 2 * 64 * 16
+    assert f"up to {clean:,} tokens, with rollouts {clean + verified:,}" in done.out
+    assert "data.train is missing: data/qwen3-8b/train.jsonl" in done.out
+
+
+def test_only_a_relay_makes_the_target_verify(configs: dict[str, Path]) -> None:
+    assert of_recipe(configs, "8b").verified == 2 * 64 * 16
+    assert of_recipe(configs, "8b", "--model.relay.enabled=false").verified == 0
+    assert of_recipe(configs, "8b", "--rollout.mode=clean_features").verified == 0
+    assert of_recipe(configs, "8b", "--rollout.reference=target").verified == 2 * 64 * 16
+    assert of_recipe(configs, "8b", method="dflash").slots == 512 * 16
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_steps_are_the_loaders(tmp_path: Path, tiny_target_dir: Path, accumulate: int) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text("{}\n" * 47 + "\n")
+    tokens = TokenRows.pack([EncodedRow([1, 2], [0, 1])] * 47, [str(i) for i in range(47)], 0)
+    batches = len(TrainLoader(tokens, batch_size=4, seed=0, rank=0, world_size=2))
+    plan = planned(
+        f"--model.target.path={tiny_target_dir}", f"--data.train={data}", "--gpus=2",
+        "--model.drafter.num_layers=1", f"--trainer.accumulate_grad_batches={accumulate}",
+        "--trainer.max_epochs=6",
+    )  # fmt: skip
+    epoch = -(-batches // accumulate)
+    expected = f"steps    {6 * epoch} (6.0 epochs); {epoch} for the 47 rows of an epoch"
+    assert steps(plan) == [expected]
+    plan.recipe.trainer.max_steps = 3
+    assert steps(plan)[0].startswith(f"steps    3 ({3 / epoch:.1f} epochs)")
+    data.write_text("{}\n" * 7)
+    with pytest.raises(InputError, match="no batch of 4 for each of 2 GPUs"):
+        steps(plan)
+
+
+def test_mistakes(launch: "Launcher", configs: dict[str, Path], tmp_path: Path) -> None:
+    recipe = ("plan", "--config", RECIPES / "qwen3-8b-dflow.yaml")
+    here = ("--target_config", configs["8b"])
+    for options, sentence in {
+        ("--target_config", tmp_path): "error: target: no config.json of a causal language model",
+        (*here, "--gpus", 0): "error: gpus is 0; give 1 or more",
+        (*here, "--gpu_memory", 0): "error: gpu_memory is 0; give the GiB of one GPU",
+        (*here, "--trainer.precision", "64-true"): "error: trainer.precision 64-true has no plan",
+        (*here, "--model.anchors", 3): "error: unknown key 'model.anchors'",
+    }.items():
+        done = launch(*recipe, *options)
+        assert (done.status, done.out) == (2, "")
+        assert done.err.startswith(sentence), done.err
+        assert len(done.err.splitlines()) == 1
