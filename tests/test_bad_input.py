@@ -133,6 +133,7 @@ METHOD = {
     "--rollout.num_rounds=0": "rollout.num_rounds is 0 but relay.enabled is true",
     "--rollout.mode=off": "rollout.mode is off but relay.enabled is true",
     "--rollout.mode=onlin": "rollout.mode",
+    "--rollout.start=1": "rollout.start is 1.0; ",
     "--rollout.reference=argmax": "rollout.reference",
     "--model.relay.hidden_size=0": "relay.hidden_size is 0; ",
     "--model.loss.round_weights=[1,1]": "loss.round_weights has 2 numbers for 3 rounds",

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from targets import random_target
 from training import make_module, rollout_of
 
@@ -211,6 +211,37 @@ def test_two_steps_with_and_without_rollouts(tiny_target_dir, tmp_path, num_roun
     changed = {name for name, t in module.state_dict().items() if not torch.equal(t, before[name])}
     trained = {"drafter", "relay"} if num_rounds else {"drafter"}
     assert {name.split(".")[0] for name in changed} == trained
+
+
+def test_rollouts_begin_late(tiny_target_dir, tmp_path):
+    """Until then a step has the mask round alone."""
+    rounds = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            names = [n for n in trainer.callback_metrics if n.startswith("train/tau_round")]
+            rounds.append(len(names))
+
+    losses = []
+    for start in (0.5, 0.0):
+        module = wake_relay(make_module(tiny_target_dir))
+        module.loss_config = LossConfig(round_weights=[1.0, 0.5, 0.25])
+        trainer = Trainer(
+            max_steps=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=1,
+            num_sanity_val_steps=0,
+            default_root_dir=tmp_path,
+            callbacks=[OnlineRollout(num_rounds=2, num_anchors=4, start=start), Watch()],
+        )
+        trainer.fit(module, Batches(), Batches())
+        losses.append(trainer.callback_metrics["train/loss"])
+    assert rounds == [1, 3, 3, 3]
+    assert losses[0] != losses[1]
 
 
 @pytest.fixture(scope="module")

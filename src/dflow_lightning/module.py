@@ -145,7 +145,8 @@ class DrafterModule(LightningModule):
         sums_R4 = self._round_sums(inputs, self._forward_blocks(inputs))
         totals_R4 = self._all_reduce(sums_R4.detach().clone())
         blocks = [current.anchors.positions_BN.shape[1] for current in inputs.rounds]
-        round_weights = self.check_round_weights(blocks)
+        # Before the first rollout the mask round stands alone.
+        round_weights = self.check_round_weights(blocks) if len(blocks) > 1 else [1.0]
         per_round = sums_R4[:, 0] / totals_R4[:, 1].clamp(min=1e-6)
         loss = (per_round * per_round.new_tensor(round_weights)).sum() / sum(round_weights)
         if self.relay is not None:

@@ -240,6 +240,7 @@ class OnlineRollout(Callback):
         num_anchors: int = 64,
         mode: Mode = "online",
         reference: Literal["data", "target"] = "data",
+        start: float = 0.0,
     ) -> None:
         """
         Args:
@@ -250,7 +251,12 @@ class OnlineRollout(Callback):
                 comparison.
             reference: whether drafts are accepted against the `data`'s tokens or the `target`'s
                 argmax (for diagnosis).
+            start: share of the run's steps that pass before the first rollout. A drafter that has
+                not learned the text yet has little to learn from its rejected drafts, and a step
+                with rollouts costs more.
         """
+        if not 0 <= start < 1:
+            raise InputError(f"rollout.start is {start}; give a share from 0 to below 1")
         if num_rounds < 0:
             raise InputError(f"rollout.num_rounds is {num_rounds}; give 0 or more")
         if num_rounds and num_anchors < 1:
@@ -262,6 +268,7 @@ class OnlineRollout(Callback):
         self.num_anchors = num_anchors
         self.mode: Mode = mode
         self.reference: Literal["data", "target"] = reference
+        self.start = start
 
     def setup(  # type: ignore[override]
         self, trainer: Trainer, pl_module: "DrafterModule", stage: str
@@ -284,12 +291,18 @@ class OnlineRollout(Callback):
                 [pl_module.num_anchors] + [self.num_anchors] * self.num_rounds
             )
 
+    def waits(self, trainer: Trainer) -> bool:
+        """Whether the first rollout is still to come."""
+        if not self.start:
+            return False
+        return trainer.global_step < round(self.start * trainer.estimated_stepping_batches)
+
     @torch.no_grad()
     def on_train_batch_start(  # type: ignore[override]
         self, trainer: Trainer, pl_module: "DrafterModule", batch: Any, batch_idx: int
     ) -> None:
         """Begin the module's step and append the rollout rounds to it."""
-        if not self.num_rounds:
+        if not self.num_rounds or self.waits(trainer):
             return
         extra = self.num_anchors * pl_module.drafter.dims.block_size
         with trainer.precision_plugin.forward_context():
