@@ -8,12 +8,12 @@ random weights, since cost does not depend on their values.
 """
 
 import argparse
-import statistics
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from dflow_lightning.bench_row import relay_share, round_milliseconds
 from dflow_lightning.decode import RoundTimer, SpeculativeDecoder
 from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter
@@ -55,10 +55,10 @@ def report(name: str, decoder: SpeculativeDecoder, rounds: int) -> None:
     decoder.generate([[5, 6, 7, 8]], max_new_tokens=8, stop_token_ids=())
     while len(timer.draft) < rounds:
         decoder.generate([[5, 6, 7, 8]], max_new_tokens=rounds, stop_token_ids=(), timer=timer)
-    parts = len(timer.relay) // len(timer.draft)
-    relay_time = [sum(timer.relay[i * parts :][:parts]) for i in range(len(timer.draft))]
-    draft, verify = statistics.median(timer.draft), statistics.median(timer.verify)
-    share = statistics.median(relay_time) / (draft + verify)
+    parts = round_milliseconds(timer)
+    assert parts is not None
+    share = relay_share(parts)
+    assert share is not None
     target = sum(p.numel() for p in decoder.target.model.parameters())
     head = decoder.target.vocab_size * decoder.target.hidden_size
     # A matrix of n weights costs 2 n FLOPs a row; the head runs in both forwards.
@@ -66,8 +66,8 @@ def report(name: str, decoder: SpeculativeDecoder, rounds: int) -> None:
     relay_flops = 2 * (K - 1) * parameters(relay)
     read = target + parameters(drafter) + head
     print(
-        f"{name:<12} {len(timer.draft):>6} {1e3 * draft:>9.2f} {1e3 * verify:>9.2f} "
-        f"{1e3 * statistics.median(relay_time):>8.3f} {100 * share:>7.2f} "
+        f"{name:<12} {len(timer.draft):>6} {parts['draft']:>9.2f} {parts['verify']:>9.2f} "
+        f"{parts['relay']:>8.3f} {100 * share:>7.2f} "
         f"{100 * relay_flops / body:>7.2f} {100 * parameters(relay) / read:>7.2f}",
         flush=True,
     )

@@ -251,7 +251,7 @@ def test_nothing_is_divided_by_no_rounds():
 
 def test_rows_where_no_round_ran(decoder, prompts, monkeypatch):
     """Every answer ends with its first token: rates are unknown, not infinite."""
-    monkeypatch.setattr(Engine, "_first_tokens", lambda self, rows_R, h: [[3, 1]] * len(rows_R))
+    monkeypatch.setattr(Engine, "_first_tokens", lambda self, rows_R, *_: [[3, 1]] * len(rows_R))
     (row, *_) = bench({"ours": decoder}, prompts, BenchSettings(max_new_tokens=4)).rows
     assert (row.tokens, row.rounds, row.lossless) == (2, 0, True)
     assert (row.tokens_per_second, row.speedup, row.round_milliseconds) == (None, None, None)

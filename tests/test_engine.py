@@ -211,6 +211,18 @@ def test_bad_requests_are_refused_before_they_queue(half_trained, settings, word
     assert not engine.busy
 
 
+def test_a_refused_request_takes_back_the_others_of_its_run(half_trained):
+    module, _ = half_trained
+    engine = Engine(module.decoder().models(), num_slots=1, max_length=100)
+    other = engine.submit(Request(prompt_ids=[1, 2], max_new_tokens=3, stop_token_ids=()))
+    with pytest.raises(InputError, match="no tokens"):
+        engine.run([Request(prompt_ids=[1]), Request(prompt_ids=[])])
+    updates = []
+    while engine.busy:
+        updates += engine.step()
+    assert {update.request_id for update in updates} == {other}
+
+
 def test_bad_engines_are_refused(half_trained):
     module, _ = half_trained
     models = module.decoder().models()

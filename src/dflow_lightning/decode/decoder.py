@@ -103,20 +103,18 @@ class SpeculativeDecoder:
                 num_slots=num_slots,
                 max_length=max(rounded, 2),
                 acceptance=acceptance,
-                backend=self._packaged(relay) if backend == "package" else backend,
+                backend=self._packaged() if backend == "package" else backend,
             )
             self._engines[kind] = engine
         return engine
 
-    def _packaged(self, relay: bool) -> Steps:
+    def _packaged(self) -> Steps:
         """Steps with the export's own package as the draft step."""
         from dflow_lightning.decode.package import PackagedDraft
 
         if self.folder is None:
             raise InputError("backend is package; load the decoder from an export to use it")
-        return Steps.make(
-            "package", self.models(relay=relay), PackagedDraft(self.folder, self.models())
-        )
+        return Steps.make("package", PackagedDraft(self.folder, self.models()))
 
     def generate(
         self,
@@ -206,9 +204,6 @@ class SpeculativeDecoder:
         Args:
             options: those of `engine`.
         """
-        limit = self.target.config.max_position_embeddings
-        for request in requests:
-            request.check(self.target, limit)
         if not requests:
             return []
         engine = self.engine(num_slots=batch_size, max_length=self._longest(requests), **options)

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dflow_lightning.acceptance import Sampling, choose
+from dflow_lightning.acceptance import Sampling
 from dflow_lightning.decode import rounds
 from dflow_lightning.decode.request import Completion, Request, Update
 from dflow_lightning.decode.rounds import Mode, RoundTimer
@@ -84,8 +84,7 @@ class Engine:
             raise InputError(f"prefill_chunk is {prefill_chunk}; give 1 or more")
         self.models, self.num_slots, self.max_length = models, num_slots, max_length
         self.prefill_chunk, self.max_stop_ids = prefill_chunk, max_stop_ids
-        self.acceptance = acceptance
-        self.steps = Steps.make(backend, models) if isinstance(backend, str) else backend
+        self.steps = Steps.make(backend) if isinstance(backend, str) else backend
         # A block may reach past the last token of a full request; noise is read one further.
         self.capacity = max_length + models.block_size + 1
         rejection = acceptance == "rejection" and models.drafter is not None
@@ -97,7 +96,6 @@ class Engine:
         self._queue: deque[_Flight] = deque()
         self._ids = itertools.count()
         self.timer = RoundTimer()
-        self.round_seconds = 0.0
 
     # ---------------------------------------------------------------- requests
 
@@ -141,20 +139,16 @@ class Engine:
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Decode all requests; the completions come in their order."""
         found: dict[int, Completion] = {}
-        numbers = [self.submit(request) for request in requests]
+        numbers: list[int] = []
         try:
+            for request in requests:
+                numbers.append(self.submit(request))
             while self.busy:
                 found |= {u.request_id: u.completion for u in self.step() if u.completion}
-        except BaseException:  # interrupted: the engine must not go on with these
-            self.reset()
-            raise
+        finally:  # refused or interrupted: the engine must not go on with the others
+            for number in numbers:
+                self.cancel(number)
         return [found[number] for number in numbers]
-
-    def reset(self) -> None:
-        """Forget all requests."""
-        self._queue.clear()
-        for slot in range(self.num_slots):
-            self._release(slot)
 
     def _release(self, slot: int) -> None:
         self._slots[slot] = None
@@ -215,7 +209,8 @@ class Engine:
         # Beyond a shorter prompt the rows write nothing that is ever seen: later tokens do first.
         positions_RQ = start_R1 + torch.arange(max(chunks), device=device)
         positions_RQ = positions_RQ.clamp(max=self.capacity - 1)
-        hidden_RQD = self._read(rows_R, positions_RQ)
+        needed = max(flight.read for _, flight in reading) + max(chunks)
+        hidden_RQD = self._read(rows_R, positions_RQ, self._read_length(needed))
         for (_, flight), size in zip(reading, chunks, strict=True):
             flight.read += size
         ended = [i for i, (_, flight) in enumerate(reading) if flight.decoding]
@@ -223,20 +218,20 @@ class Engine:
             return []
         last = torch.tensor([chunks[i] - 1 for i in ended], device=device)
         hidden_R1D = hidden_RQD[torch.tensor(ended, device=device), last].unsqueeze(1)
-        report = self._first_tokens(rows_R[ended], hidden_R1D)
+        mode = self._mode([reading[i] for i in ended])
+        report = self._first_tokens(rows_R[ended], hidden_R1D, mode)
         now = time.perf_counter()
         updates = []
         for i, row in zip(ended, report, strict=True):
             slot, flight = reading[i]
             flight.first_token = now
-            updates += self._update(slot, flight, row, now, from_round=False)
+            updates.append(self._update(slot, flight, row, now, from_round=False))
         return updates
 
-    def _read(self, rows_R: Tensor, positions_RQ: Tensor) -> Tensor:
+    def _read(self, rows_R: Tensor, positions_RQ: Tensor, length: int) -> Tensor:
         """Run prompt tokens through the target and the drafter's context; hidden states."""
         models, state = self.models, self.state
         cache = state.target_cache
-        length = self._read_length(int(positions_RQ.max()) + 1)
         cache.rows_B, cache.length = rows_R, length
         ids_RQ = state.tokens_RT[rows_R.unsqueeze(1), positions_RQ]
         layer_ids = models.drafter.dims.target_layer_ids if models.drafter is not None else []
@@ -245,13 +240,10 @@ class Engine:
             layer_ids,
         )  # fmt: skip
         cache.rows_B = None
-        if models.drafter is not None:
-            taps_RQC = output.taps_BQC.to(models.drafter.fc.weight.dtype)
-            h_RQD = models.drafter.project(taps_RQC)
-            rounds.write_context(models, state, h_RQD, rows_R.unsqueeze(1), positions_RQ)
+        rounds.extend_context(models, state, rows_R, output.taps_BQC, positions_RQ)
         return output.hidden_BQD
 
-    def _first_tokens(self, rows_R: Tensor, hidden_R1D: Tensor) -> list[list[int]]:
+    def _first_tokens(self, rows_R: Tensor, hidden_R1D: Tensor, mode: Mode) -> list[list[int]]:
         """Choose and commit the token after each prompt; the requests decode from here on."""
         state = self.state
         sampling = Sampling(
@@ -260,7 +252,7 @@ class Engine:
         position_R = state.length_R[rows_R]
         noise_R1 = state.noise_RTC[rows_R, position_R, :1]
         logits_R1V = self.models.target.head(hidden_R1D)
-        token_R = choose(logits_R1V, sampling, noise_R1).squeeze(1)
+        token_R = rounds.chosen_tokens(logits_R1V, sampling, noise_R1, mode).squeeze(1)
         state.tokens_RT[rows_R, position_R] = token_R
         state.length_R[rows_R] = position_R + 1
         stopped_R = (token_R.unsqueeze(1) == state.stop_ids_RM[rows_R]).any(1)
@@ -275,13 +267,12 @@ class Engine:
             return []
         start = time.perf_counter()
         state = self._in_use(decoding)
-        report = self.steps.round(state, self._mode(decoding), self.timer).tolist()
+        report = self.steps.round(self.models, state, self._mode(decoding), self.timer).tolist()
         now = time.perf_counter()
-        self.round_seconds += now - start
         updates = []
         for slot, flight in decoding:
             flight.seconds += (now - start) / len(decoding)
-            updates += self._update(slot, flight, report[slot], now, from_round=True)
+            updates.append(self._update(slot, flight, report[slot], now, from_round=True))
         return updates
 
     def _in_use(self, decoding: list[tuple[int, _Flight]]) -> DecodeState:
@@ -310,7 +301,7 @@ class Engine:
 
     def _update(
         self, slot: int, flight: _Flight, row: list[int], now: float, *, from_round: bool
-    ) -> list[Update]:
+    ) -> Update:
         *tokens, done = row
         gained = [token for token in tokens if token != NO_TOKEN]
         flight.token_ids += gained
@@ -322,7 +313,7 @@ class Engine:
             reason = "stop" if flight.token_ids[-1] in stop else "length"
             completion = self._completion(flight, reason, now)
             self._release(slot)
-        return [Update(flight.id, gained, completion)]
+        return Update(flight.id, gained, completion)
 
     @staticmethod
     def _completion(flight: _Flight, reason: str, now: float | None = None) -> Completion:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.acceptance import (
+    Sampling,
     accept,
     accept_or_resample,
     choose,
@@ -135,13 +136,16 @@ def verify(models: Models, state: DecodeState, mode: Mode, drafts: Drafts) -> Ve
             noise_RKC[..., 0],
         )
     else:
-        committed_RK = logits_RKV.argmax(-1)
-        if mode.sampled:
-            committed_RK = choose(
-                logits_RKV, state.sampling, noise_RKC[..., 0], filtered=mode.filtered
-            )
+        committed_RK = chosen_tokens(logits_RKV, state.sampling, noise_RKC[..., 0], mode)
         num_accepted_R = accept(drafts.tokens_RJ, committed_RK[:, :-1])
     return Verified(committed_RK, num_accepted_R, output.taps_BQC)
+
+
+def chosen_tokens(logits_RQV: Tensor, sampling: Sampling, noise_RQ: Tensor, mode: Mode) -> Tensor:
+    """The target's token for each row, without sorting or summing where no request needs it."""
+    if not mode.sampled:
+        return logits_RQV.argmax(-1)
+    return choose(logits_RQV, sampling, noise_RQ, filtered=mode.filtered)
 
 
 def _noise_after(state: DecodeState, positions_RQ: Tensor) -> Tensor:
@@ -156,9 +160,9 @@ def causal(positions_RQ: Tensor, length: int) -> Tensor:
 
 
 def extend_context(
-    models: Models, state: DecodeState, taps_RKC: Tensor, positions_RK: Tensor
+    models: Models, state: DecodeState, rows_R: Tensor, taps_RKC: Tensor, positions_RK: Tensor
 ) -> Tensor | None:
-    """Write the drafter's context for all rows of a block; returns their features `h`, `[R, K, D]`.
+    """Write the drafter's context of requests `rows_R`; returns the features `h`, `[R, K, D]`.
 
     All rows are projected once, for context and relay alike. Rows on the rejected branch are
     written too: the next block's anchor lies before them, so they are never seen.
@@ -166,20 +170,12 @@ def extend_context(
     if models.drafter is None:
         return None
     h_RKD = models.drafter.project(taps_RKC.to(models.drafter.fc.weight.dtype))
-    rows_R1 = torch.arange(taps_RKC.shape[0], device=taps_RKC.device).unsqueeze(1)
-    write_context(models, state, h_RKD, rows_R1, positions_RK)
-    return h_RKD
-
-
-def write_context(
-    models: Models, state: DecodeState, h_RKD: Tensor, rows_R1: Tensor, positions_RK: Tensor
-) -> None:
-    """Keys and values of projected rows, into the buffers of requests `rows_R1`."""
-    assert models.drafter is not None
+    index = (rows_R.unsqueeze(1), slice(None), positions_RK)
     new = models.drafter.context_kv(h_RKD, positions_RK)
     for layer, fresh in zip(state.context, new, strict=True):
-        layer.keys[rows_R1, :, positions_RK] = fresh.keys.transpose(1, 2)
-        layer.values[rows_R1, :, positions_RK] = fresh.values.transpose(1, 2)
+        layer.keys[index] = fresh.keys.transpose(1, 2)
+        layer.values[index] = fresh.values.transpose(1, 2)
+    return h_RKD
 
 
 def commit(state: DecodeState, committed_RK: Tensor, num_accepted_R: Tensor) -> Tensor:
@@ -206,11 +202,12 @@ def commit(state: DecodeState, committed_RK: Tensor, num_accepted_R: Tensor) -> 
 
 
 def commit_round(
-    models: Models, state: DecodeState, drafts: Drafts, verified: Verified
+    models: Models, state: DecodeState, verified: Verified
 ) -> tuple[Tensor, Tensor | None]:
     """Extend the drafter's context and commit; returns the report of `commit` and `h`."""
     positions_RK = slot_positions(state.anchor_R, verified.committed_RK.shape[1])
-    h_RKD = extend_context(models, state, verified.taps_RKC, positions_RK)
+    rows_R = torch.arange(positions_RK.shape[0], device=positions_RK.device)
+    h_RKD = extend_context(models, state, rows_R, verified.taps_RKC, positions_RK)
     return commit(state, verified.committed_RK, verified.num_accepted_R), h_RKD
 
 

@@ -18,27 +18,26 @@ from dflow_lightning.errors import InputError
 Backend = Literal["eager", "compiled", "package"]
 
 
+STEPS = ("correct", "draft", "verify", "commit_round", "keep_relay")
+
+
 @dataclass(frozen=True)
 class Steps:
-    """How each step runs.
+    """How each step runs: functions of `rounds`, or their compiled twins.
 
     Args:
         static: the steps take the whole state, so that shapes never change.
-        correct, draft, verify, commit, keep_relay: functions of `rounds`, or their compiled twins.
     """
 
-    models: Models
-    static: bool = False
-    correct: Callable[..., Any] | None = None
-    draft: Callable[..., Any] | None = None
-    verify: Callable[..., Any] | None = None
-    commit: Callable[..., Any] | None = None
-    keep_relay: Callable[..., Any] | None = None
+    static: bool
+    correct: Callable[..., Any]
+    draft: Callable[..., Any]
+    verify: Callable[..., Any]
+    commit_round: Callable[..., Any]
+    keep_relay: Callable[..., Any]
 
     @classmethod
-    def make(
-        cls, backend: Backend, models: Models, draft: Callable[..., Any] | None = None
-    ) -> Steps:
+    def make(cls, backend: Backend, draft: Callable[..., Any] | None = None) -> Steps:
         """The steps of a backend.
 
         Args:
@@ -47,37 +46,29 @@ class Steps:
         Raises:
             InputError: the backend is not known.
         """
+        eager = {name: getattr(rounds, name) for name in STEPS}
         if backend == "eager":
-            return cls(models)
+            return cls(static=False, **eager)
         if backend == "compiled":
-            return cls(models, True, *(_compiled(one) for one in STEPS))
+            return cls(static=True, **{name: _compiled(step) for name, step in eager.items()})
         if backend == "package" and draft is not None:
-            return cls(models, True, lambda models, state: None, draft)
+            own = {"correct": lambda models, state: None, "draft": draft}
+            return cls(static=True, **eager | own)
         raise InputError(f"backend is {backend}; give eager, compiled or package")
 
-    def round(self, state: DecodeState, mode: Mode, timer: RoundTimer) -> Tensor:
+    def round(self, models: Models, state: DecodeState, mode: Mode, timer: RoundTimer) -> Tensor:
         """One round over all requests of the state; returns the report of `rounds.commit`."""
-        models = self.models
-        # Looked up at each call, so that what a test puts in their place is what runs.
-        correct = self.correct or rounds.correct
-        draft = self.draft or rounds.draft
-        verify = self.verify or rounds.verify
-        commit = self.commit or rounds.commit_round
-        keep_relay = self.keep_relay or rounds.keep_relay
         with timer.measure("relay"):
-            correction_RNKD = correct(models, state)
+            correction_RNKD = self.correct(models, state)
         with timer.measure("draft"):
-            drafts = draft(models, state, mode, correction_RNKD)
+            drafts = self.draft(models, state, mode, correction_RNKD)
         with timer.measure("verify"):
-            verified = verify(models, state, mode, drafts)
+            verified = self.verify(models, state, mode, drafts)
         with timer.measure("commit"):
-            report_RK, h_RKD = commit(models, state, drafts, verified)
+            report_RK, h_RKD = self.commit_round(models, state, verified)
         with timer.measure("relay"):
-            keep_relay(models, state, drafts, verified, h_RKD)
+            self.keep_relay(models, state, drafts, verified, h_RKD)
         return report_RK
-
-
-STEPS = (rounds.correct, rounds.draft, rounds.verify, rounds.commit_round, rounds.keep_relay)
 
 
 def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
