@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.installed
 PEERS  := .venv-interop
+VLLM   := .venv-vllm
 DEMO   := runs/demo
 TARGET := data/tiny-qwen3
 # Fewer than the recipe has: the demo is about minutes, not about the best tau.
@@ -15,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check fmt compare compare-quick bench-throughput lossless relay-cost interop env-interop clean
+.PHONY: help env demo test check fmt compare compare-quick bench-throughput lossless relay-cost interop env-interop bench-peers env-vllm clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +83,20 @@ $(PEERS)/.installed: tests/interop/requirements.txt constraints/cpu.txt
 	@echo "Installing into $(PEERS) (some minutes the first time)"
 	@$(PEERS)/bin/python -m pip install -qq "$$(grep '^torch==' constraints/cpu.txt)"
 	@$(PEERS)/bin/python -m pip install -qq --no-deps -r tests/interop/requirements.txt
+	@touch $@
+
+bench-peers: env env-interop env-vllm ## our engine's speed against z-lab's package and real vLLM, on this CPU
+	$(BIN)/python scripts/bench_peers.py --drafter data/tiny-drafters/dflash
+
+env-vllm: $(VLLM)/.installed ## create .venv-vllm, with vLLM's CPU build (Python 3.11 or newer, 4 GB)
+
+# The vision and audio packages that come along do not fit this torch and break its import.
+$(VLLM)/.installed: tests/interop/requirements-vllm.txt constraints/cpu.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "Installing into $(VLLM) (some minutes the first time)"
+	@$(VLLM)/bin/python -m pip install -qq "$$(grep '^torch==' constraints/cpu.txt)"
+	@$(VLLM)/bin/python -m pip install -qq -r tests/interop/requirements-vllm.txt
+	@$(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
 clean: ## remove caches; keeps .venv and runs

@@ -12,7 +12,6 @@ second run goes on where the first one stopped.
 import argparse
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -23,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 TARGET = "data/tiny-qwen3"
 BASE = "dflash"
@@ -87,7 +88,7 @@ class Study:
 
     def steps(self, variant: Variant, seed: int) -> int:
         """Optimizer steps of a run: the recipe's, fewer when quick, more for equal time."""
-        steps = recipe_value(variant.recipe, "max_steps")
+        steps = read_recipe(variant.recipe)["trainer"]["max_steps"]
         if self.quick:
             steps //= 10
         if variant.equal_time_to:
@@ -135,18 +136,14 @@ class Study:
 
 def num_blocks(recipe: str) -> int:
     """Blocks per row of data that a DFlow recipe learns from: the mask round and all rollouts."""
-    text = Path(f"recipes/{recipe}.yaml").read_text()
-    mask_round, rolled = map(int, re.findall(r"num_anchors: (\d+)", text))
-    return mask_round + rolled * recipe_value(recipe, "num_rounds")
+    read = read_recipe(recipe)
+    rollout = read["rollout"]
+    return read["model"]["num_anchors"] + rollout["num_anchors"] * rollout["num_rounds"]
 
 
-def recipe_value(recipe: str, key: str) -> int:
-    """A whole number that a recipe sets, by its last name."""
-    for line in Path(f"recipes/{recipe}.yaml").read_text().splitlines():
-        name, _, value = line.strip().partition(":")
-        if name == key:
-            return int(value.split("#")[0])
-    raise SystemExit(f"recipes/{recipe}.yaml sets no {key}")
+def read_recipe(recipe: str) -> Any:
+    """The values of a recipe, by section."""
+    return OmegaConf.load(f"recipes/{recipe}.yaml")
 
 
 def dflow_train(*arguments: object, log: Path) -> float:

@@ -1,6 +1,9 @@
 """The engine: many requests in one batch, each answered as if it were alone."""
 
+import gc
+import mmap
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +29,19 @@ def draw_request(rng: random.Random, text: list[int]) -> Request:
     )
 
 
+def live_memory() -> tuple[int, int]:
+    """Bytes of the process's tensors, and of its resident memory (0 where /proc is not there)."""
+    gc.collect()
+    storages = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for one in gc.get_objects()
+        if issubclass(type(one), torch.Tensor)  # asking a lazy object would wake it
+    }
+    statm = Path("/proc/self/statm")
+    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+    return sum(storages.values()), pages * mmap.PAGESIZE
+
+
 def alone(models: Models, requests: list[Request], **options) -> list[Completion]:
     """Each request's answer with an engine to itself."""
     engine = Engine(models, num_slots=1, max_length=120, **options)
@@ -46,7 +62,10 @@ def test_random_arrivals_and_cancellations(half_trained, acceptance):
     buffers = {name: t.data_ptr() for name, t in vars(engine.state).items() if torch.is_tensor(t)}
     waiting = list(enumerate(requests))
     number, streamed, completed, cancelled = {}, {}, {}, {}
+    early, total = None, len(requests)
     while waiting or engine.busy:
+        if early is None and len(completed) >= total // 5:  # everything has run several times
+            early = live_memory()
         for _ in range(min(len(waiting), rng.choice([0, 0, 1, 3]))):
             index, request = waiting.pop(0)
             number[engine.submit(request)] = index
@@ -73,6 +92,9 @@ def test_random_arrivals_and_cancellations(half_trained, acceptance):
     assert engine.state.done_R.all()
     now = {name: t.data_ptr() for name, t in vars(engine.state).items() if torch.is_tensor(t)}
     assert now == buffers  # nothing was allocated again
+    tensors, resident = live_memory()
+    assert tensors <= early[0]
+    assert resident - early[1] < 16 * 2**20
 
 
 def test_prompts_are_read_in_chunks(half_trained):
