@@ -103,3 +103,22 @@ def test_formula(tiny_relay, normalize):
         normed = normed * tiny_relay.relay_norm.weight + tiny_relay.relay_norm.bias
         wanted = beta * normed + gamma if valid[slot] else torch.zeros(64)
         torch.testing.assert_close(out[slot], wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_correction_is_the_papers_formula(normalize):
+    """Equations 4 and 5 with boundary and row side by side, as they are written."""
+    torch.manual_seed(0)
+    relay = Relay(8, 12, normalize_boundary=normalize).double()
+    torch.nn.init.normal_(relay.relay_mlp[2].weight)
+    h, bonus, rejected = (torch.randn(2, 3, *size, 8).double() for size in ((4,), (), ()))
+    valid = torch.rand(2, 3, 4) < 0.5
+    if normalize:
+        scaled = [e / (e.square().mean(-1, keepdim=True) + 1e-6).sqrt() for e in (bonus, rejected)]
+    else:
+        scaled = [bonus, rejected]
+    sides = [e.unsqueeze(-2).expand_as(h) for e in scaled]
+    beta, gamma = relay.relay_mlp(torch.cat([*sides, h], dim=-1)).chunk(2, dim=-1)
+    wanted = (beta * relay.relay_norm(h) + gamma) * valid.unsqueeze(-1)
+    # The scale's statistics are taken in float32.
+    torch.testing.assert_close(relay(h, bonus, rejected, valid), wanted, rtol=1e-5, atol=1e-6)

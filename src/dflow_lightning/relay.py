@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from dflow_lightning.errors import InputError
 
@@ -147,8 +148,13 @@ class Relay(nn.Module):
         """
         if self.normalize_boundary:
             bonus_embed, rejected_embed = _unit_rms(bonus_embed), _unit_rms(rejected_embed)
-        boundary = torch.cat([bonus_embed, rejected_embed], dim=-1).unsqueeze(-2)
-        boundary = boundary.expand(*h.shape[:-1], boundary.shape[-1])
-        beta, gamma = self.relay_mlp(torch.cat([boundary, h], dim=-1)).chunk(2, dim=-1)
+        boundary = torch.cat([bonus_embed, rejected_embed], dim=-1)
+        first, activation, last = self.relay_mlp
+        assert isinstance(first, nn.Linear)
+        # The first layer on [boundary; h]: the boundary's share is the same for all slots of a
+        # block and computed once.
+        of_boundary, of_h = first.weight.split([boundary.shape[-1], h.shape[-1]], dim=-1)
+        hidden = linear(boundary, of_boundary, first.bias).unsqueeze(-2) + linear(h, of_h)
+        beta, gamma = last(activation(hidden)).chunk(2, dim=-1)
         correction = beta * self.relay_norm(h) + gamma
         return correction.masked_fill(~valid.unsqueeze(-1), 0.0)
