@@ -97,6 +97,32 @@ def test_random_arrivals_and_cancellations(half_trained, acceptance):
     assert resident - early[1] < 16 * 2**20
 
 
+def test_the_last_request_does_not_pay_for_empty_slots(half_trained, monkeypatch):
+    """A round computes as many rows as requests are left, wherever they began."""
+    module, batch = half_trained
+    prompts = [batch.input_ids_BS[0, start : start + 4].tolist() for start in range(4)]
+    requests = [
+        Request(prompt_ids=prompt, max_new_tokens=size, stop_token_ids=())
+        for prompt, size in zip(prompts, (2, 9, 3, 40), strict=True)
+    ]
+    models = module.decoder().models()
+    wanted = alone(models, requests)
+    rows = []
+    verify = rounds.verify
+
+    def counted(models, state, *rest):
+        rows.append(len(state.length_R))
+        return verify(models, state, *rest)
+
+    monkeypatch.setattr(rounds, "verify", counted)
+    got = Engine(models, num_slots=4, max_length=120).run(requests)
+    assert [c.token_ids for c in got] == [c.token_ids for c in wanted]
+    assert [c.accepted for c in got] == [c.accepted for c in wanted]
+    assert rows[0] == 4
+    assert rows[-1] == 1
+    assert rows == sorted(rows, reverse=True)
+
+
 def test_prompts_are_read_in_chunks(half_trained):
     module, batch = half_trained
     models = module.decoder().models()

@@ -98,7 +98,13 @@ class SlotCache(Cache):
         self.num_rows = num_rows
         self.slots_BQ = torch.zeros(1, 1, dtype=torch.long)
         self.rows_B: Tensor | None = None
-        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+        self._written = [SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._written))
+
+    def buffers(self) -> list[Tensor]:
+        """Keys and values of all layers that have been written, one row a request."""
+        found = [buffer for layer in self._written for buffer in (layer.keys, layer.values)]
+        return [buffer for buffer in found if buffer is not None]
 
 
 @dataclass(frozen=True)

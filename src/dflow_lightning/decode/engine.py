@@ -260,8 +260,19 @@ class Engine:
         state.done_R[rows_R] = done_R
         return torch.stack([token_R, done_R.long()], dim=1).tolist()
 
+    def close_gaps(self) -> None:
+        """Move requests from the last slots to free ones, so that a round computes fewer rows."""
+        for free in range(self.num_slots):
+            last = max((slot for slot, _ in self._flights()), default=-1)
+            if self._slots[free] is None and free < last:
+                self.state.move(last, free)
+                self._slots[free] = self._slots[last]
+                self._release(last)
+
     def round(self) -> list[Update]:
         """Draft, verify and commit one block for every request that decodes."""
+        if not self.steps.static:  # static steps compute all slots anyway
+            self.close_gaps()
         decoding = [(slot, flight) for slot, flight in self._flights() if flight.decoding]
         if not decoding:
             return []

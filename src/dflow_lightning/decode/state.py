@@ -108,6 +108,15 @@ class DecodeState:
         if self.relay is not None:
             self.relay.valid_BNK[slot] = False
 
+    def move(self, source: int, destination: int) -> None:
+        """Copy all that a request carries from one slot to another."""
+        groups: list[Any] = [self, self.sampling, *self.context, self.relay]
+        values = [value for group in groups if group is not None for value in vars(group).values()]
+        held = [value for value in values if isinstance(value, Tensor)]
+        held += self.target_cache.buffers()
+        for buffer in held:
+            buffer[destination] = buffer[source]
+
     def first(self, count: int, length: int) -> DecodeState:
         """The first `count` requests and `length` token slots, as views of the same buffers."""
         self.target_cache.length = length
