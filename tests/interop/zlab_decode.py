@@ -43,6 +43,15 @@ def load_drafter(folder: Path) -> DFlashDraftModel:
     return drafter.eval()
 
 
+def load_target(folder: Path) -> tuple:
+    """The target, and the ids that end its answers."""
+    target = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    eos = target.generation_config.eos_token_id
+    return target, [eos] if isinstance(eos, int) else list(eos)
+
+
 @torch.inference_mode()
 def plain_generate(target, prompt: list[int], limit: int, stop_ids: list[int]) -> list[int]:
     """Greedy decoding with the target alone."""
@@ -91,12 +100,8 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, required=True)
     parser.add_argument("--save", type=Path, help="folder to write the drafter to")
     args = parser.parse_args()
-    target = AutoModelForCausalLM.from_pretrained(
-        args.target, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
+    target, stop_ids = load_target(args.target)
     drafter = load_drafter(args.drafter)
-    eos = target.generation_config.eos_token_id
-    stop_ids = [eos] if isinstance(eos, int) else list(eos)
     prompts = json.loads(args.prompts.read_text())
     rows = [decode(target, drafter, one, args.max_new_tokens, stop_ids) for one in prompts]
     if args.save:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 from dflash.model import dflash_generate
-from transformers import AutoModelForCausalLM
-from zlab_decode import load_drafter
+from zlab_decode import load_drafter, load_target
 
 
 def main() -> None:
@@ -24,12 +23,8 @@ def main() -> None:
     parser.add_argument("--passes", type=int, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    target = AutoModelForCausalLM.from_pretrained(
-        args.target, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
+    target, stop_ids = load_target(args.target)
     drafter = load_drafter(args.drafter)
-    eos = target.generation_config.eos_token_id
-    stop_ids = [eos] if isinstance(eos, int) else list(eos)
     prompts = json.loads(args.prompts.read_text())
 
     seconds, answers = [], []
