@@ -32,14 +32,12 @@ def draw_request(rng: random.Random, text: list[int]) -> Request:
 def live_memory() -> tuple[int, int]:
     """Bytes of the process's tensors, and of its resident memory (0 where /proc is not there)."""
     gc.collect()
-    storages = {
-        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
-        for one in gc.get_objects()
-        if issubclass(type(one), torch.Tensor)  # asking a lazy object would wake it
-    }
+    # Plain tensors alone: asking a lazy object would wake it, and traces leave fake ones behind.
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    tensors = sum(one.nbytes for one in gc.get_objects() if type(one) in kinds)
     statm = Path("/proc/self/statm")
     pages = int(statm.read_text().split()[1]) if statm.exists() else 0
-    return sum(storages.values()), pages * mmap.PAGESIZE
+    return tensors, pages * mmap.PAGESIZE
 
 
 def alone(models: Models, requests: list[Request], **options) -> list[Completion]:
