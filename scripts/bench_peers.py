@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from dflow_lightning.data.prompts import Prompt, read_prompts
+from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.steps import Backend
 from dflow_lightning.equality import EqualityCheck
@@ -101,18 +101,6 @@ def entries(arguments: list, concurrency: list[int]):
             )  # fmt: skip
 
 
-def differing(
-    check: EqualityCheck, prompts: list[Prompt], answers: list[list[int]], plain: list[list[int]]
-) -> tuple[int, int]:
-    """Answers that differ from plain decoding, and those excused as ties of the target."""
-    found = [
-        check.compare(p.id, p.token_ids, a, w, temperature=0.0, seed=0)
-        for p, a, w in zip(prompts, answers, plain, strict=True)
-    ]
-    there = [one for one in found if one is not None]
-    return sum(not one.excused for one in there), sum(one.excused for one in there)
-
-
 def main(
     target: Path, drafter: Path, per_family: int, max_new_tokens: int, passes: int,
     concurrency: list[int],
@@ -143,7 +131,11 @@ def main(
         for one in entries(arguments, concurrency):
             if one.name.startswith("ours"):
                 base[one.name, one.concurrency] = one.median
-            wrong, ties = differing(check, prompts, one.answers, plain)
+            found = check.differences(
+                prompts, one.answers, plain, temperature=0.0, seeds=range(len(prompts))
+            )
+            ties = sum(difference.excused for difference in found)
+            wrong = len(found) - ties
             eager, compiled = (base.get((f"ours, {backend}", one.concurrency)) for backend in OURS)
             print(
                 f"{one.concurrency:>9}  {one.name:<14} {one.median:>8.2f} "

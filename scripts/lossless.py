@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from dflow_lightning.data.prompts import Prompt, read_prompts
-from dflow_lightning.decode import Completion, SpeculativeDecoder
+from dflow_lightning.data.prompts import read_prompts
+from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.package import FOLDER, compile_package
 from dflow_lightning.decode.steps import Backend
 from dflow_lightning.equality import EqualityCheck
@@ -35,19 +35,6 @@ def packaged_copy(drafter: Path, target: FrozenTarget, place: Path) -> Speculati
     decoder = SpeculativeDecoder.from_export(folder, target)
     compile_package(decoder.models(), folder / FOLDER)
     return decoder
-
-
-def differences(
-    check: EqualityCheck, prompts: list[Prompt], ours: list[Completion], plain: list[Completion]
-) -> tuple[int, int]:
-    """Answers that differ, and those whose difference is a tie of the target."""
-    found = [
-        check.compare(p.id, p.token_ids, o.token_ids, w.token_ids, temperature=0.0, seed=0)
-        for p, o, w in zip(prompts, ours, plain, strict=True)
-    ]
-    return sum(d is not None and not d.excused for d in found), sum(
-        d is not None and d.excused for d in found
-    )
 
 
 def main(
@@ -78,7 +65,12 @@ def main(
                     asked, max_new_tokens=max_new_tokens, relay=relay, batch_size=size, backend=one
                 )
                 seconds = time.perf_counter() - start
-                wrong, ties = differences(check, prompts, ours, plain)
+                found = check.differences(
+                    prompts, [c.token_ids for c in ours], [c.token_ids for c in plain],
+                    temperature=0.0, seeds=range(len(prompts)),
+                )  # fmt: skip
+                ties = sum(one.excused for one in found)
+                wrong = len(found) - ties
                 rounds = [a for completion in ours for a in completion.accepted]
                 print(
                     f"{Path(name).name:<12} {'on' if relay else 'off':<5} {one:<9} {size:>5}  "

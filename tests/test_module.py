@@ -179,7 +179,7 @@ class Batches:
         return iter([uneven_batch(2), uneven_batch(3)])
 
 
-def fit(module: DrafterModule, folder, num_rounds: int, **arguments) -> Trainer:
+def fit(module: DrafterModule, folder, num_rounds: int, *more: Callback, start=0.0) -> Trainer:
     trainer = Trainer(
         max_steps=2,
         accelerator="cpu",
@@ -190,8 +190,7 @@ def fit(module: DrafterModule, folder, num_rounds: int, **arguments) -> Trainer:
         log_every_n_steps=1,
         num_sanity_val_steps=0,
         default_root_dir=folder,
-        callbacks=[OnlineRollout(num_rounds=num_rounds, num_anchors=4)],
-        **arguments,
+        callbacks=[OnlineRollout(num_rounds=num_rounds, num_anchors=4, start=start), *more],
     )
     trainer.fit(module, Batches(), Batches())
     return trainer
@@ -226,19 +225,7 @@ def test_rollouts_begin_late(tiny_target_dir, tmp_path):
     for start in (0.5, 0.0):
         module = wake_relay(make_module(tiny_target_dir))
         module.loss_config = LossConfig(round_weights=[1.0, 0.5, 0.25])
-        trainer = Trainer(
-            max_steps=2,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            log_every_n_steps=1,
-            num_sanity_val_steps=0,
-            default_root_dir=tmp_path,
-            callbacks=[OnlineRollout(num_rounds=2, num_anchors=4, start=start), Watch()],
-        )
-        trainer.fit(module, Batches(), Batches())
+        trainer = fit(module, tmp_path, 2, Watch(), start=start)
         losses.append(trainer.callback_metrics["train/loss"])
     assert rounds == [1, 3, 3, 3]
     assert losses[0] != losses[1]

@@ -9,14 +9,18 @@ Shapes: S sequence, V vocabulary.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dflow_lightning.acceptance import position_uniforms
 from dflow_lightning.target import FrozenTarget
+
+if TYPE_CHECKING:
+    from dflow_lightning.data.prompts import Prompt
 
 TIE = 1e-4
 
@@ -109,6 +113,19 @@ class EqualityCheck:
             margin=margin,
             excused=margin is not None and margin < TIE,
         )
+
+    def differences(
+        self, prompts: Sequence[Prompt], answers: Sequence[list[int]],
+        plain: Sequence[list[int]], *, temperature: float, seeds: Sequence[int],
+    ) -> list[Difference]:  # fmt: skip
+        """Every answer that is not the plain one, excused or not."""
+        found = [
+            self.compare(
+                prompt.id, prompt.token_ids, ours, theirs, temperature=temperature, seed=seed
+            )
+            for prompt, ours, theirs, seed in zip(prompts, answers, plain, seeds, strict=True)
+        ]
+        return [one for one in found if one]
 
     @torch.inference_mode()
     def _logits(self, prefix: list[int]) -> Tensor:

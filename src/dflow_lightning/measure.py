@@ -278,20 +278,13 @@ class Run:
 
     def differences(self, ours: Decoded, plain: Decoded, check: EqualityCheck) -> list[Difference]:
         """Every answer that is not the plain one."""
-        found = [
-            check.compare(
-                prompt.id,
-                prompt.token_ids,
-                fast.token_ids,
-                slow.token_ids,
-                temperature=self.temperature,
-                seed=prompt_seed(self.settings.seed, prompt.id),
-            )
-            for prompt, fast, slow in zip(
-                ours.prompts, ours.completions, plain.completions, strict=True
-            )
-        ]
-        return [one for one in found if one]
+        return check.differences(
+            ours.prompts,
+            [one.token_ids for one in ours.completions],
+            [one.token_ids for one in plain.completions],
+            temperature=self.temperature,
+            seeds=[prompt_seed(self.settings.seed, prompt.id) for prompt in ours.prompts],
+        )
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:

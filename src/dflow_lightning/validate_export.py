@@ -407,18 +407,13 @@ def compare(
     temperature: float,
 ) -> list[Difference]:
     """Where answers leave the reference, excused or not."""
-    differences = [
-        subject.equality.compare(
-            prompt.id,
-            prompt.token_ids,
-            mine.token_ids,
-            theirs.token_ids,
-            temperature=temperature,
-            seed=seed,
-        )
-        for seed, (prompt, mine, theirs) in enumerate(zip(prompts, ours, reference, strict=True))
-    ]
-    return [difference for difference in differences if difference]
+    return subject.equality.differences(
+        prompts,
+        [one.token_ids for one in ours],
+        [one.token_ids for one in reference],
+        temperature=temperature,
+        seeds=range(len(prompts)),
+    )
 
 
 def _judge(
