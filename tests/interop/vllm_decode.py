@@ -5,11 +5,8 @@ The whole set is decoded `--passes` times after one pass that does not count, wi
 and vLLM's own count of rounds and accepted drafts of the last pass.
 """
 
-import argparse
 import json
 import os
-import time
-from pathlib import Path
 
 # Read when vLLM is imported: offline, silent about use, one process, one core, 1 GiB of cache.
 os.environ |= {
@@ -24,6 +21,7 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
 }
 
+from peer import peer_parser, timed
 from vllm import LLM, SamplingParams
 
 COUNTERS = {
@@ -39,11 +37,7 @@ def counts(engine: LLM) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--drafter", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON: lists of token ids")
-    parser.add_argument("--max-new-tokens", type=int, required=True)
+    parser = peer_parser(__doc__)
     parser.add_argument("--passes", type=int, required=True)
     parser.add_argument("--concurrency", type=int, required=True)
     parser.add_argument("--compile", action="store_true", help="let vLLM compile the models")
@@ -65,17 +59,18 @@ def main() -> None:
     )
     inputs = [{"prompt_token_ids": one} for one in prompts]
     sampling = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens)
-    seconds, outputs, before = [], [], counts(engine)
-    for _ in range(1 + args.passes):
-        before = counts(engine)
+    before: dict[str, int] = {}
+
+    def decode() -> list:
+        before.update(counts(engine))
         engine.reset_prefix_cache()  # each pass reads its prompts anew
-        start = time.perf_counter()
-        outputs = engine.generate(inputs, sampling, use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
+        return engine.generate(inputs, sampling, use_tqdm=False)
+
+    seconds, outputs = timed(decode, args.passes)
     print(
         json.dumps(
             {
-                "seconds": seconds[1:],
+                "seconds": seconds,
                 "answers": [list(one.outputs[0].token_ids) for one in outputs],
             }
             | {name: value - before[name] for name, value in counts(engine).items()}

@@ -10,7 +10,6 @@ token included; the last round is cut at the stop token or the token limit, and 
 limit leaves no room for is drafted shorter.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import dflash.model
 import torch
 from dflash.model import DFlashDraftModel, dflash_generate
+from peer import peer_parser
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
@@ -93,11 +93,7 @@ def decode(target, drafter, prompt: list[int], limit: int, stop_ids: list[int]) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--drafter", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON: lists of token ids")
-    parser.add_argument("--max-new-tokens", type=int, required=True)
+    parser = peer_parser(__doc__)
     parser.add_argument("--save", type=Path, help="folder to write the drafter to")
     args = parser.parse_args()
     target, stop_ids = load_target(args.target)
