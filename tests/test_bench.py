@@ -105,7 +105,7 @@ def test_rows(decoder, prompts):
         assert row.tokens_per_second == pytest.approx(row.tokens / row.seconds)
         assert (row.concurrency, row.requests_in_flight, row.backend) == (1, 1.0, "eager")
         assert 0 < row.time_per_output_token_p50 <= row.time_per_output_token_p95
-        assert row.round_milliseconds.keys() == {"draft", "verify", "relay", "commit"}
+        assert row.round_milliseconds.keys() == {"whole", "draft", "verify", "relay", "commit"}
         assert min(row.round_milliseconds["draft"], row.round_milliseconds["verify"]) > 0
     pooled = rows[2]
     assert pooled.prompts == 4
@@ -149,7 +149,9 @@ def test_plain_decoding_is_measured_as_the_drafter_is(
         return make(**options | {"backend": "eager"})
 
     monkeypatch.setattr(decoder, "engine", engine)
-    monkeypatch.setattr(Engine, "warm_up", lambda self: (made.append(self), warm_up(self)))
+    monkeypatch.setattr(
+        Engine, "warm_up", lambda self, modes: (made.append(self), warm_up(self, modes))
+    )
     monkeypatch.setattr(Engine, "run", lambda self, some: (used.add(self), run(self, some))[1])
     settings = BenchSettings(
         temperatures=[0.0, 1.0], concurrency=[1, 2], max_new_tokens=20, backend=backend
@@ -233,7 +235,7 @@ def test_rates_and_latencies():
         completion(5, 0.5, 1.6, 3),  # 0.4 s
         completion(1, 0.0, 0.0, 0),  # ended with the token of its prompt
     ]
-    measured = Decoded([], answers, RoundTimer(verify=[0.1] * 6))
+    measured = Decoded([], answers, RoundTimer(whole=[0.1] * 6))
     assert measured.tokens_per_second == pytest.approx(17 / 1.5)
     assert measured.requests_in_flight == pytest.approx(9 / 6)
     assert time_per_output_token(answers, 0.5) == pytest.approx(0.3)
@@ -316,13 +318,18 @@ def test_what_plain_decoding_chooses_has_no_margin(decoder, prompts, temperature
 
 def test_parts_of_a_round():
     timer = RoundTimer(
+        whole=[5.0, 4.0, 8.0],
         draft=[1.0, 1.0, 2.0],
         verify=[3.0, 3.0, 5.0],
         relay=[0.1, 0.1, 0.3, 0.3, 0.2, 0.2],  # twice a round
         commit=[0.5, 0.2, 0.1],
     )
     medians = round_milliseconds(timer)
-    assert medians == pytest.approx({"draft": 1000, "verify": 3000, "relay": 400, "commit": 200})
+    assert medians == pytest.approx(
+        {"whole": 5000, "draft": 1000, "verify": 3000, "relay": 400, "commit": 200}
+    )
+    assert round_milliseconds(RoundTimer(whole=[0.5])) == {"whole": 500}  # compiled: one graph
+    assert relay_share({"whole": 500}) is None
     assert relay_share(medians) == pytest.approx(0.4 / 4)
 
 

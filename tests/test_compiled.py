@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dflow_lightning.decode import Engine, Request
+from dflow_lightning.decode.steps import Steps
 
 PROMPTS = 8
 
@@ -29,8 +30,8 @@ def requests(half_trained):
 def test_compiled_equals_eager_and_never_compiles_again(half_trained, requests, speculative):
     module, _ = half_trained
     models = module.decoder().models(speculative=speculative)
-    wanted = Engine(models, num_slots=3, max_length=80).run(requests)
-    engine = Engine(models, num_slots=3, max_length=80, backend="compiled")
+    wanted = Engine(models, num_slots=2, max_length=80).run(requests)
+    engine = Engine(models, num_slots=2, max_length=80, backend="compiled")
     engine.warm_up()
     with torch.compiler.set_stance("fail_on_recompile"):
         got = engine.run(requests)
@@ -38,3 +39,21 @@ def test_compiled_equals_eager_and_never_compiles_again(half_trained, requests, 
     assert [c.accepted for c in got] == [c.accepted for c in wanted]
     if speculative:
         assert sum(sum(c.accepted) for c in got) > 0
+
+
+def test_every_round_has_a_shape_that_was_warmed_up():
+    steps = Steps("compiled")
+    shapes = set(steps.shapes(num_slots=6, capacity=700))
+    assert shapes == {(rows, length) for rows in (1, 2, 4, 6) for length in (128, 256, 512, 700)}
+    for count in range(1, 7):
+        for needed in range(1, 701):
+            rows, length = steps.rows(count, 6), steps.length(needed, 700)
+            assert (rows, length) in shapes
+            assert count <= rows <= 2 * count
+            assert length >= needed
+
+
+def test_eager_rounds_compute_only_what_is_in_use():
+    steps = Steps("eager")
+    assert steps.shapes(6, 700) == []
+    assert (steps.rows(3, 6), steps.length(65, 700), steps.length(690, 700)) == (3, 128, 700)

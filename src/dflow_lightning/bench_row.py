@@ -10,7 +10,7 @@ from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import Completion, RoundTimer
 from dflow_lightning.equality import Difference
 
-PARTS = ("draft", "verify", "relay", "commit")  # of a round
+PARTS = ("whole", "draft", "verify", "relay", "commit")  # of a round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,8 @@ class Row:
         speedup_median: median over prompts of the same ratio; only at concurrency 1.
         time_per_output_token_p50, time_per_output_token_p95: seconds from a request's first token
             to its last, over the tokens after the first: the median request and the 95th of 100.
-        round_milliseconds: wall time of each part of a round, medians over rounds.
+        round_milliseconds: wall time of a round and of each of its parts, medians over rounds;
+            compiled rounds have no parts.
         relay_share: median relay time over median draft + verify time of a round; None without
             relay, and with a packaged draft step, which contains it.
         lossless: every answer equals the plain one but for excused ties; None when the target is
@@ -102,7 +103,7 @@ class Decoded:
     @property
     def requests_in_flight(self) -> float | None:
         """Mean over the rounds."""
-        rounds = len(self.timer.verify)
+        rounds = len(self.timer.whole)
         return sum(len(one.accepted) for one in self.completions) / rounds if rounds else None
 
 
@@ -138,22 +139,23 @@ def time_per_output_token(completions: Iterable[Completion], share: float) -> fl
 
 
 def round_milliseconds(timer: RoundTimer) -> dict[str, float] | None:
-    """Wall time of each part of a round, medians over the rounds."""
-    rounds = len(timer.verify)
+    """Wall time of a round and of those parts that were measured, medians over the rounds."""
+    rounds = len(timer.whole)
     if not rounds:
         return None
     medians = {}
     for part in PARTS:
         seconds = getattr(timer, part)
         times = len(seconds) // rounds  # a round works on the relay in more than one place
-        medians[part] = 1000 * median(
-            sum(seconds[first * times :][:times]) for first in range(rounds)
-        )
+        if times:
+            medians[part] = 1000 * median(
+                sum(seconds[first * times :][:times]) for first in range(rounds)
+            )
     return medians
 
 
 def relay_share(milliseconds: Mapping[str, float] | None) -> float | None:
-    """Time of the relay over that of the DFlash round it is added to."""
-    if milliseconds is None:
+    """Time of the relay over that of the DFlash round it is added to; None where not measured."""
+    if milliseconds is None or "relay" not in milliseconds:
         return None
     return milliseconds["relay"] / (milliseconds["draft"] + milliseconds["verify"])

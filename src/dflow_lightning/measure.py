@@ -24,6 +24,7 @@ from dflow_lightning.bench_row import (
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import RoundTimer, SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
+from dflow_lightning.decode.rounds import Mode
 from dflow_lightning.decode.steps import Backend
 from dflow_lightning.equality import Difference, EqualityCheck
 from dflow_lightning.errors import InputError
@@ -165,8 +166,10 @@ def warm_up(
     longest = max(len(prompt.token_ids) for prompt in prompts) + settings.max_new_tokens
     longest = min(longest, target.config.max_position_embeddings)
     brief = min(settings.max_new_tokens, WARM_UP_TOKENS)
+    modes = [Mode(sampled=sampled) for sampled in {t > 0 for t in settings.temperatures}]
     for arm in arms:
-        arm.decoder.engine(num_slots=concurrency, max_length=longest, **arm.options).warm_up()
+        engine = arm.decoder.engine(num_slots=concurrency, max_length=longest, **arm.options)
+        engine.warm_up(modes)
         for temperature in settings.temperatures:  # all slots and a prompt's way through, too
             Run(temperature, concurrency, settings).decode(arm, prompts[:concurrency], brief)
     return time.perf_counter() - start

@@ -114,7 +114,7 @@ class SpeculativeDecoder:
 
         if self.folder is None:
             raise InputError("backend is package; load the decoder from an export to use it")
-        return Steps.make("package", PackagedDraft(self.folder, self.models()))
+        return Steps("package", PackagedDraft(self.folder, self.models()))
 
     def generate(
         self,

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -27,7 +27,7 @@ from dflow_lightning.decode.steps import Backend, Steps
 from dflow_lightning.errors import InputError
 
 Acceptance = Literal["match", "rejection"]
-LENGTH_STEP = 64  # eager attention reads a multiple of this many cache slots
+MODES = (Mode(), Mode(sampled=True), Mode(sampled=True, filtered=True))
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Engine:
         max_length: longest prompt and answer together, in tokens.
         acceptance: `match` accepts drafts that equal the target's choice, greedy or sampled;
             `rejection` draws drafts from the drafter and corrects by rejection sampling.
-        backend: `eager`, `compiled` steps of static shapes, or steps made elsewhere.
+        backend: `eager`, `compiled` rounds, or steps made elsewhere.
         prefill_chunk: prompt tokens a request reads between two rounds.
         max_stop_ids: stop tokens a request may have.
     """
@@ -84,7 +84,7 @@ class Engine:
             raise InputError(f"prefill_chunk is {prefill_chunk}; give 1 or more")
         self.models, self.num_slots, self.max_length = models, num_slots, max_length
         self.prefill_chunk, self.max_stop_ids = prefill_chunk, max_stop_ids
-        self.steps = Steps.make(backend) if isinstance(backend, str) else backend
+        self.steps = Steps(backend) if isinstance(backend, str) else backend
         # A block may reach past the last token of a full request; noise is read one further.
         self.capacity = max_length + models.block_size + 1
         rejection = acceptance == "rejection" and models.drafter is not None
@@ -168,26 +168,36 @@ class Engine:
         updates = self.prefill()
         return updates + self.round()
 
-    def warm_up(self) -> None:
-        """Run throwaway requests, so that everything a round can need is compiled before use.
+    @torch.inference_mode()
+    def warm_up(self, modes: Sequence[Mode] = MODES) -> None:
+        """Run throwaway rounds, so that everything a round can need is compiled before use.
+
+        Args:
+            modes: of the requests that will come; a mode that was not warmed up compiles when its
+                first request arrives.
 
         Raises:
             RuntimeError: requests are in flight.
         """
         if self.busy:
             raise RuntimeError("an engine warms up before its first request")
-        for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9)):
+        for mode in modes:
             request = Request(
                 prompt_ids=[0],
                 max_new_tokens=self.max_length - 1,
-                temperature=temperature,
-                top_p=top_p,
+                temperature=1.0 if mode.sampled else 0.0,
+                top_p=0.9 if mode.filtered else 1.0,
                 stop_token_ids=(),
             )
             number = self.submit(request)
             for _ in range(3):  # the first round has no relay yet
                 self.step()
             self.cancel(number)
+            mode = replace(mode, rejection=self._rejection and mode.sampled)
+            for count, length in self.steps.shapes(self.num_slots, self.capacity):
+                # All slots are free: what they compute is thrown away.
+                state = self.state.first(count, length)
+                self.steps.round(self.models, state, mode, self.timer)
 
     def admit(self) -> None:
         """Put waiting requests into free slots, in their order."""
@@ -210,7 +220,7 @@ class Engine:
         positions_RQ = start_R1 + torch.arange(max(chunks), device=device)
         positions_RQ = positions_RQ.clamp(max=self.capacity - 1)
         needed = max(flight.read for _, flight in reading) + max(chunks)
-        hidden_RQD = self._read(rows_R, positions_RQ, self._read_length(needed))
+        hidden_RQD = self._read(rows_R, positions_RQ, self.steps.length(needed, self.capacity))
         for (_, flight), size in zip(reading, chunks, strict=True):
             flight.read += size
         ended = [i for i, (_, flight) in enumerate(reading) if flight.decoding]
@@ -271,7 +281,7 @@ class Engine:
 
     def round(self) -> list[Update]:
         """Draft, verify and commit one block for every request that decodes."""
-        if not self.steps.static:  # static steps compute all slots anyway
+        if not self.steps.static:  # which computes all slots anyway
             self.close_gaps()
         decoding = [(slot, flight) for slot, flight in self._flights() if flight.decoding]
         if not decoding:
@@ -287,19 +297,15 @@ class Engine:
         return updates
 
     def _in_use(self, decoding: list[tuple[int, _Flight]]) -> DecodeState:
-        """The part of the state a round has to run over; static steps always take all of it."""
-        if self.steps.static:
-            return self.state.first(self.num_slots, self.capacity)
+        """The part of the state that a round has to run over."""
         count = decoding[-1][0] + 1
         tokens = max(
             len(f.request.prompt_ids) + len(f.token_ids) for s, f in self._flights() if s < count
         )
-        length = self._read_length(tokens + self.models.block_size)
-        return self.state.first(count, length)
-
-    def _read_length(self, needed: int) -> int:
-        """Cache slots that are read: what is needed, rounded up."""
-        return min(-(-needed // LENGTH_STEP) * LENGTH_STEP, self.capacity)
+        return self.state.first(
+            self.steps.rows(count, self.num_slots),
+            self.steps.length(tokens + self.models.block_size, self.capacity),
+        )
 
     def _mode(self, decoding: list[tuple[int, _Flight]]) -> Mode:
         requests = [flight.request for _, flight in decoding]

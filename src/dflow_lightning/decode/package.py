@@ -209,9 +209,7 @@ class PackagedDraft:
             constants(models, self._run.get_constant_fqns()), check_full_update=True
         )
 
-    def __call__(
-        self, models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tensor | None
-    ) -> Drafts:
+    def __call__(self, models: Models, state: DecodeState, mode: Mode) -> Drafts:
         """Greedy drafts; rejection sampling needs the drafter's distribution and runs eagerly."""
         if mode.rejection:
             return rounds.draft(models, state, mode, rounds.correct(models, state))

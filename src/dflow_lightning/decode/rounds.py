@@ -1,8 +1,8 @@
 """One round of speculative decoding: draft, verify, commit; each a function of tensors.
 
-The steps have static shapes, write in place and never wait for the device, so that each compiles
-into one graph. Shapes: R requests, T token slots, K slots of a block, J = K-1 drafts, D hidden, C
-tapped width, V vocabulary.
+The steps have the shapes of the state, write in place and never wait for the device, so that a whole
+round compiles into one graph. Shapes: R requests, T token slots, K slots of a block, J = K-1 drafts,
+D hidden, C tapped width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ from dflow_lightning.relay import align
 
 @dataclass
 class RoundTimer:
-    """Wall seconds of each part of each round."""
+    """Wall seconds of each round, and of its parts where they run one after the other.
 
+    A compiled round is one graph, in which the parts cannot be told apart.
+    """
+
+    whole: list[float] = field(default_factory=list)
     draft: list[float] = field(default_factory=list)
     verify: list[float] = field(default_factory=list)
     relay: list[float] = field(default_factory=list)
@@ -41,7 +45,7 @@ class RoundTimer:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Append the seconds spent inside to `draft`, `verify`, `relay` or `commit`."""
+        """Append the seconds spent inside to `whole`, `draft`, `verify`, `relay` or `commit`."""
         start = time.perf_counter()
         yield
         getattr(self, part).append(time.perf_counter() - start)

@@ -1,9 +1,9 @@
-"""The steps of a round, eager or compiled."""
+"""How a round runs: eagerly, as one compiled graph, or with a packaged draft step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any, Literal
 
@@ -11,73 +11,118 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.decode import rounds
-from dflow_lightning.decode.rounds import Mode, RoundTimer
+from dflow_lightning.decode.rounds import Drafts, Mode, RoundTimer
 from dflow_lightning.decode.state import DecodeState, Models
 from dflow_lightning.errors import InputError
 
 Backend = Literal["eager", "compiled", "package"]
+DraftStep = Callable[[Models, DecodeState, Mode], Drafts]
+LENGTH_STEP = 64  # eager attention reads a multiple of this many cache slots
+SHORTEST_GRAPH = 128  # cache slots of the smallest compiled round
 
 
-STEPS = ("correct", "draft", "verify", "commit_round", "keep_relay")
-
-
-@dataclass(frozen=True)
-class Steps:
-    """How each step runs: functions of `rounds`, or their compiled twins.
+def run_round(
+    models: Models,
+    state: DecodeState,
+    mode: Mode,
+    measure: Callable[[str], AbstractContextManager[None]],
+    draft_step: DraftStep | None = None,
+) -> Tensor:
+    """One round over all requests of the state; returns the report of `rounds.commit`.
 
     Args:
-        static: the steps take the whole state, so that shapes never change.
+        measure: is told the part of the round that runs inside it.
+        draft_step: drafts in place of relay and drafter.
+    """
+    if draft_step is None:
+        with measure("relay"):
+            correction_RNKD = rounds.correct(models, state)
+        with measure("draft"):
+            drafts = rounds.draft(models, state, mode, correction_RNKD)
+    else:
+        with measure("draft"):
+            drafts = draft_step(models, state, mode)
+    with measure("verify"):
+        verified = rounds.verify(models, state, mode, drafts)
+    with measure("commit"):
+        report_RK, h_RKD = rounds.commit_round(models, state, verified)
+    with measure("relay"):
+        rounds.keep_relay(models, state, drafts, verified, h_RKD)
+    return report_RK
+
+
+class Steps:
+    """The rounds of one engine.
+
+    Attributes:
+        static: every round takes the whole state, so that shapes never change.
     """
 
-    static: bool
-    correct: Callable[..., Any]
-    draft: Callable[..., Any]
-    verify: Callable[..., Any]
-    commit_round: Callable[..., Any]
-    keep_relay: Callable[..., Any]
-
-    @classmethod
-    def make(cls, backend: Backend, draft: Callable[..., Any] | None = None) -> Steps:
-        """The steps of a backend.
-
+    def __init__(self, backend: Backend, draft_step: DraftStep | None = None) -> None:
+        """
         Args:
-            draft: for `package`, the packaged draft step, which corrects by itself.
+            draft_step: for `package`, the packaged draft step, which corrects by itself.
 
         Raises:
             InputError: the backend is not known.
         """
-        eager = {name: getattr(rounds, name) for name in STEPS}
-        if backend == "eager":
-            return cls(static=False, **eager)
-        if backend == "compiled":
-            return cls(static=True, **{name: _compiled(step) for name, step in eager.items()})
-        if backend == "package" and draft is not None:
-            own = {"correct": lambda models, state: None, "draft": draft}
-            return cls(static=True, **eager | own)
-        raise InputError(f"backend is {backend}; give eager, compiled or package")
+        if backend not in ("eager", "compiled") and draft_step is None:
+            raise InputError(f"backend is {backend}; give eager, compiled or package")
+        self.backend, self.static = backend, backend == "package"
+        self._draft_step = draft_step
+        self._graphs: dict[tuple[int, int, Mode], Callable[..., Tensor]] = {}
+
+    def rows(self, count: int, num_slots: int) -> int:
+        """Requests that a round computes when the first `count` slots are in use."""
+        if self.static:
+            return num_slots
+        if self.backend == "compiled":  # few graphs, at most twice the work
+            return min(_power_of_two(count), num_slots)
+        return count
+
+    def length(self, needed: int, capacity: int) -> int:
+        """Cache slots that a round reads when `needed` are in use."""
+        if self.static:
+            return capacity
+        if self.backend == "compiled":
+            return min(max(_power_of_two(needed), SHORTEST_GRAPH), capacity)
+        return min(-(-needed // LENGTH_STEP) * LENGTH_STEP, capacity)
+
+    def shapes(self, num_slots: int, capacity: int) -> list[tuple[int, int]]:
+        """Rows and length of every round there can be, where rounds are compiled."""
+        if self.backend != "compiled":
+            return []
+        rows = {self.rows(count, num_slots) for count in range(1, num_slots + 1)}
+        lengths = {self.length(1 << bit, capacity) for bit in range(capacity.bit_length() + 1)}
+        return [(count, length) for count in sorted(rows) for length in sorted(lengths)]
 
     def round(self, models: Models, state: DecodeState, mode: Mode, timer: RoundTimer) -> Tensor:
         """One round over all requests of the state; returns the report of `rounds.commit`."""
-        with timer.measure("relay"):
-            correction_RNKD = self.correct(models, state)
-        with timer.measure("draft"):
-            drafts = self.draft(models, state, mode, correction_RNKD)
-        with timer.measure("verify"):
-            verified = self.verify(models, state, mode, drafts)
-        with timer.measure("commit"):
-            report_RK, h_RKD = self.commit_round(models, state, verified)
-        with timer.measure("relay"):
-            self.keep_relay(models, state, drafts, verified, h_RKD)
-        return report_RK
+        with timer.measure("whole"):
+            if self.backend != "compiled":
+                return run_round(models, state, mode, timer.measure, self._draft_step)
+            shape = (state.length_R.shape[0], state.target_cache.length, mode)
+            if shape not in self._graphs:
+                self._graphs[shape] = _compiled(run_round)
+            return self._graphs[shape](models, state, mode, _unmeasured)
 
 
-def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled twin with a graph cache of its own.
+def _power_of_two(number: int) -> int:
+    """The smallest power of two that is not below."""
+    return 1 << (number - 1).bit_length()
 
-    Graphs are kept by code object, and only so many of each; a copy of the code keeps engines of
-    other shapes out of the count.
+
+def _unmeasured(part: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled twin with a graph of its own.
+
+    Graphs are kept by code object, and are tried one after the other; a copy of the code has one.
     """
-    code = step.__code__.replace()
-    own = FunctionType(code, step.__globals__, step.__name__, step.__defaults__, step.__closure__)
-    own.__kwdefaults__ = step.__kwdefaults__
+    code = function.__code__.replace()
+    own = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
     return torch.compile(own, fullgraph=True, dynamic=False)
