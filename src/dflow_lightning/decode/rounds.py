@@ -1,8 +1,8 @@
 """One round of speculative decoding: draft, verify, commit; each a function of tensors.
 
-The steps have the shapes of the state, write in place and never wait for the device, so that a whole
-round compiles into one graph. Shapes: R requests, T token slots, K slots of a block, J = K-1 drafts,
-D hidden, C tapped width, V vocabulary.
+The steps have the shapes of the state, write in place and never wait for the device, so that a
+whole round compiles into one graph. Shapes: R requests, T token slots, K slots of a block, J = K-1
+drafts, D hidden, C tapped width, V vocabulary.
 """
 
 from __future__ import annotations
