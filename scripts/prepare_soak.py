@@ -9,6 +9,7 @@ row is in them once, and memory stays flat.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -26,14 +27,16 @@ from dflow_lightning.data.prepared import check_unchanged, open_prepared, read_m
 
 ROOT = Path(__file__).resolve().parents[1]
 STUB = ROOT / "tests/data/stub_server.py"
-FLAT = 1.15  # memory near the end over memory at a fifth of the answers
+WORDS = ["red", "blue", "one", "two", "sum", "of", "the", "and"]
+BROKEN = 2000  # one prompt in so many never gets an answer
+MORE_MEMORY = 32  # MiB that ten times the rows may take
 
 
 def start_stub(fail: float, broken: float) -> tuple[subprocess.Popen, str]:
     """The server and its address."""
     stub = subprocess.Popen(
         [sys.executable, STUB, "--fail", str(fail), "--broken", str(broken), "--slow", "6"],
-        stdout=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert stub.stdout is not None
     return stub, f"http://127.0.0.1:{int(stub.stdout.readline())}"
@@ -44,10 +47,7 @@ def write_prompts(path: Path, rows: int) -> None:
     with path.open("w") as file:
         for number in range(rows):
             random = Random(number)
-            words = " ".join(
-                random.choice("red blue one two sum of the and".split())
-                for _ in range(random.randint(3, 40))
-            )
+            words = " ".join(random.choice(WORDS) for _ in range(random.randint(3, 40)))
             messages = [{"role": "user", "content": f"Row {number}: {words}?"}]
             if number % 20 == 0:
                 messages += [
@@ -66,7 +66,8 @@ class Run:
             "--target", target, "--server", f"{url}/v1", "--timeout", "3", "--retries", "8",
             "--concurrency", "64", "--max_new_tokens", "64", "--temperature", "0.7",
         ]  # fmt: skip
-        self.memory: list[tuple[float, int]] = []
+        self.out = out
+        self.most_memory = 0  # KiB
 
     def start(self) -> None:
         self.process = subprocess.Popen(self.command, start_new_session=True)
@@ -78,10 +79,9 @@ class Run:
                 status = Path(f"/proc/{process.pid}/status").read_text()
             except OSError:
                 return
-            resident = [line for line in status.splitlines() if line.startswith("VmRSS")]
-            if resident:
-                self.memory.append((time.monotonic(), int(resident[0].split()[1])))
-            time.sleep(0.5)
+            peak = [int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line]
+            self.most_memory = max([self.most_memory, *peak])
+            time.sleep(0.1)
 
     def finish(self) -> float:
         """Wait for it; seconds it took."""
@@ -104,71 +104,76 @@ def same(a: Path, b: Path) -> list[str]:
 
 
 def check_rows(out: Path, rows: int) -> list[str]:
-    """What is missing or there twice."""
+    """What is missing, or there twice."""
     check_unchanged(out)
-    ids = Counter(name.partition("#")[0] for name in open_prepared(out)["id"])
-    names = Counter(open_prepared(out)["id"])
-    rejected = [json.loads(line)["line"] for line in (out / "rejects.jsonl").open()]
-    lost = (
-        [n for n in range(rows) if (f"row-{n}" in ids) + (n + 1 in rejected) != 1]
-        if len(rejected) < 5000
-        else ["too many rejects"]
-    )
-    twice = [name for name, count in names.items() if count > 1]
-    return [f"{len(lost)} rows lost or doubled, {len(twice)} ids twice"] if lost or twice else []
+    names = open_prepared(out)["id"]
+    twice = len(names) - len(set(names))
+    found = Counter({name.partition("#")[0] for name in names})
+    with (out / "rejects.jsonl").open() as file:
+        found.update(f"row-{json.loads(line)['line'] - 1}" for line in file)
+    wrong = [number for number in range(rows) if found[f"row-{number}"] != 1]
+    if not twice and not wrong and len(found) == rows:
+        return []
+    return [f"{len(wrong)} rows lost or both written and rejected, {twice} ids twice"]
+
+
+def kill(run: Run, number: int, kills: int, seconds: float) -> None:
+    """Start the run and end it: the last time while it writes the folder, else anywhere before."""
+    run.start()
+    if number == kills:
+        pattern = f".{run.out.name}.*.partial/data-*.arrow"
+        while run.process.poll() is None and not list(run.out.parent.glob(pattern)):
+            time.sleep(0.05)
+    else:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.process.wait(seconds)
+    kind = signal.SIGKILL if number % 2 else signal.SIGINT
+    where = "the folder was being written" if number == kills else f"{seconds:.0f} s"
+    if run.process.poll() is not None:
+        raise SystemExit(f"the run ended with status {run.process.returncode} before kill {number}")
+    os.kill(run.process.pid, kind)
+    print(f"kill {number}: {kind.name} after {where}, status {run.process.wait()}", flush=True)
 
 
 def main(rows: int, kills: int, target: Path, fail: float, seed: int) -> int:
     """Print what happened; returns the exit status."""
-    failures: list[str] = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        data = folder / "prompts.jsonl"
+        data, part = folder / "prompts.jsonl", folder / "part.jsonl"
         write_prompts(data, rows)
-        stub, url = start_stub(fail, broken=2000)
+        write_prompts(part, rows // 10)
+        stub, url = start_stub(fail, BROKEN)
         try:
+            short = Run(part, folder / "short", target, url)
+            short.finish()
             calm = Run(data, folder / "calm", target, url)
             seconds = calm.finish()
             with urllib.request.urlopen(f"{url}/counts") as response:
                 print(f"stub: {json.load(response)}")
-            print(f"calm: {rows / seconds:,.0f} rows/s over all ({seconds:.0f} s)")
+            print(f"left alone: {seconds:.0f} s, {rows / seconds:,.0f} rows/s over all", flush=True)
         finally:
             stub.terminate()
-        stub, url = start_stub(fail, broken=2000)
+        stub, url = start_stub(fail, BROKEN)  # it forgets how often it was asked
         killed = Run(data, folder / "killed", target, url)
         random = Random(seed)
         try:
-            for number in range(kills):
-                killed.start()
-                # Anywhere: while it loads, answers or writes.
-                wait = random.uniform(0.05, 0.95) * seconds / (kills if number < kills - 1 else 2)
-                try:
-                    status = killed.process.wait(max(wait, 2.0))
-                    print(f"start {number + 1}: finished before it was killed, status {status}")
-                    continue
-                except subprocess.TimeoutExpired:
-                    kind = signal.SIGKILL if number % 2 == 0 else signal.SIGINT
-                    os.kill(killed.process.pid, kind)
-                    status = killed.process.wait()
-                print(f"kill {number + 1}: {kind.name} after {wait:.0f} s, status {status}")
+            for number in range(1, kills + 1):
+                kill(killed, number, kills, random.uniform(0.1, 0.9) * seconds / (kills + 1))
             killed.finish()
         finally:
             stub.terminate()
-        a, b = folder / "calm", folder / "killed"
-        failures += [f"{name} differs" for name in same(a, b)]
-        failures += check_rows(b, rows)
-        counts = read_manifest(b)["counts"]
-        print(f"counts: {counts}")
-        start = calm.memory[0][0]
-        whole = calm.memory[-1][0] - start
-        part = [kb for at, kb in calm.memory if 0.2 <= (at - start) / whole <= 0.3]
-        early, late = max(part), max(kb for at, kb in calm.memory if (at - start) / whole > 0.3)
-        print(f"memory: {early / 1024:.0f} MiB at a fifth, at most {late / 1024:.0f} MiB after")
-        if late > FLAT * early:
-            failures.append("memory grows")
-        left = sorted(path.name for path in folder.iterdir())
-        if left != ["calm", "killed", "prompts.jsonl"]:
-            failures.append(f"left behind: {left}")
+        failures = [f"{name} differs" for name in same(calm.out, killed.out)]
+        failures += check_rows(killed.out, rows)
+        print(f"counts: {read_manifest(killed.out)['counts']}")
+        growth = (calm.most_memory - short.most_memory) / 1024
+        print(
+            f"memory: at most {calm.most_memory / 1024:.0f} MiB, {growth:.0f} more than for a tenth"
+        )
+        if growth > MORE_MEMORY:
+            failures.append("memory grows with the rows")
+        names = {path.name for path in folder.iterdir()}
+        if extra := names - {"calm", "killed", "short", "prompts.jsonl", "part.jsonl"}:
+            failures.append(f"left behind: {sorted(extra)}")
     print("\n".join(failures) or "byte-identical, every row once, memory flat")
     return int(bool(failures))
 

@@ -37,7 +37,7 @@ def prepare_command(
     split: str = "train",
     limit: int | None = None,
     keep_answers: bool = False,
-    server: list[str] | None = None,
+    server: list[str] = [],  # noqa: B006 - the parser reads the type
     model: str | None = None,
     concurrency: int | None = None,
     timeout: float = 600.0,
@@ -54,7 +54,7 @@ def prepare_command(
     supervise_thinking: bool = True,
     max_length: int = 3072,
     too_long: TooLong = "truncate",
-    held_out: list[Path] | None = None,
+    held_out: list[Path] = [],  # noqa: B006
     max_reject_share: float = 0.01,
     verify: bool = False,
     verify_rows: int = 256,
@@ -153,7 +153,7 @@ def prepare_command(
             options=options,
             generator=generator,
             sampling=None if keep_answers else sampling,
-            held_out=tuple(held_out or ()),
+            held_out=tuple(held_out),
             max_reject_share=max_reject_share,
             described={
                 "target": {"name": target, "weights": frozen.fingerprint if frozen else None},
