@@ -13,6 +13,7 @@ the target meets them when it decodes.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,13 @@ from jinja2 import TemplateError
 
 from dflow_lightning.errors import InputError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Supervise = Literal["all_turns", "last_turn"]
 
 # Special tokens that an assistant writes itself; in anyone else's text they are plain text.
 ASSISTANT_TOKENS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
-WRITTEN_BY_PEOPLE = ("content", "reasoning_content")  # the fields of a message that hold free text
+# The fields of a message that hold free text, in whatever they nest.
+WRITTEN_BY_PEOPLE = ("content", "reasoning_content", "tool_calls")
 PRIVATE_USE = range(0xE000, 0xF900)  # code points that stand in for text while a template runs
 
 
@@ -53,10 +55,14 @@ class Segment:
 
 
 def render_prompt(
-    tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool = False
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    enable_thinking: bool = False,
+    tools: Sequence[Any] = (),
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant's next answer begins."""
-    return ChatEncoder(tokenizer, enable_thinking=enable_thinking).prompt(messages)
+    return ChatEncoder(tokenizer, enable_thinking=enable_thinking).prompt(messages, tools)
 
 
 def encode_conversation(
@@ -103,24 +109,30 @@ class ChatEncoder:
         self._added = _any_of(_by_length(token.content for token in added.values()))
         self._guard = self._find_guard()
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
         """Ids of the conversation and the header of the answer to come."""
-        row = self.encode([self.segments(messages, answer_next=True)])[0]
+        row = self.encode([self.segments(messages, tools, answer_next=True)])[0]
         return row.input_ids
 
-    def segments(self, messages: Sequence[Message], *, answer_next: bool = False) -> list[Segment]:
+    def segments(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), *, answer_next: bool = False
+    ) -> list[Segment]:
         """Render a conversation and cut it where a supervised stretch begins or ends.
+
+        Args:
+            tools: definitions of the functions that the assistant could call.
+            answer_next: end with the header of an answer instead of a message.
 
         Raises:
             InputError: the template refuses the conversation or rewrites the assistant's text.
         """
-        messages, hidden = self._hide_specials(messages)
+        messages, tools, hidden = self._hide_specials(messages, tools)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        text = self._render(messages, answer_next)
+        text = self._render(messages, tools, answer_next)
         found: list[Segment] = []
         position = 0
         for turn in turns:
-            start, end = self._answer_span(messages, turn, text, answer_next)
+            start, end = self._answer_span(messages, tools, turn, text, answer_next)
             supervised = self.supervise == "all_turns" or turn == turns[-1]
             found.append(Segment(text[position:start], False, hidden))
             found.append(Segment(text[start:end], supervised, hidden))
@@ -143,31 +155,42 @@ class ChatEncoder:
         return encoded
 
     def _render(
-        self, messages: Sequence[Message], answer_next: bool, thinking: bool | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        answer_next: bool,
+        thinking: bool | None = None,
     ) -> str:
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
+                tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=answer_next,
                 enable_thinking=self.enable_thinking if thinking is None else thinking,
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, AttributeError) as error:
+            # Templates also fail in their own code, on a tool definition of another shape.
             raise InputError(f"the chat template refuses the conversation ({error})") from error
 
     def _answer_span(
-        self, messages: Sequence[Message], turn: int, text: str, answer_next: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        turn: int,
+        text: str,
+        answer_next: bool,
     ) -> tuple[int, int]:
         """Where the answer of message `turn` stands in `text`, its end token included."""
         mark = _unused_characters(messages, 1)[0]
         marked = [*messages]
-        marked[turn] = {**messages[turn], "content": mark}
-        before, found, after = self._render(marked, answer_next).partition(mark)
+        marked[turn] = _marked(messages[turn], mark)
+        before, found, after = self._render(marked, tools, answer_next).partition(mark)
         if not found:
             raise InputError(
                 "the chat template leaves out an answer, so it has no supervised token"
             )
-        start = self._answer_start(messages[:turn], text, before)
+        start = self._answer_start(messages[:turn], tools, text, before)
         end = len(text) - len(after)
         if start > end or not text.endswith(after):
             raise InputError(
@@ -175,22 +198,27 @@ class ChatEncoder:
             )
         # The turn on its own shows how it ends, and that the end is not the next turn's beginning.
         last = turn == len(messages) - 1 and not answer_next
-        closing = after if last else self._render(marked[: turn + 1], False).partition(mark)[2]
+        closing = after
+        if not last:
+            closing = self._render(marked[: turn + 1], tools, False).partition(mark)[2]
         ends = [match.end() for match in self._added.finditer(closing)]
         if ends and after.startswith(closing[: ends[-1]]):
             end += ends[-1]
         return start, end
 
-    def _answer_start(self, past: Sequence[Message], text: str, before: str) -> int:
+    def _answer_start(
+        self, past: Sequence[Message], tools: Sequence[Any], text: str, before: str
+    ) -> int:
         """Where the answer to `past` begins in `text`; `before` is what precedes its content.
 
         What a generation prompt ends with is given to the target and not learned: the header and
         the empty think block. Turns that are history may lack that block.
         """
-        header = self._render(past, True)
+        header = self._render(past, tools, True)
         if header == before and text.startswith(header):
             return len(header)
-        headers = header, *(self._render(past, True, thinking) for thinking in (True, False))
+        others = (self._render(past, tools, True, thinking) for thinking in (True, False))
+        headers = header, *others
         starts = [len(header) for header in headers if text.startswith(header)]
         if not starts and not text.startswith(before):
             raise InputError(
@@ -199,30 +227,32 @@ class ChatEncoder:
         return max(starts, default=len(before))
 
     def _hide_specials(
-        self, messages: Sequence[Message]
-    ) -> tuple[Sequence[Message], Mapping[str, str]]:
+        self, messages: Sequence[Message], tools: Sequence[Any]
+    ) -> tuple[Sequence[Message], Sequence[Any], Mapping[str, str]]:
         """Replace special tokens that someone spelled out by characters no template reacts to."""
-        if not any(
-            self._special.search(message.get(field) or "")
-            for message in messages
-            for field in WRITTEN_BY_PEOPLE
-        ):
-            return messages, {}
-        stand_ins = dict(
-            zip(self._specials, _unused_characters(messages, len(self._specials)), strict=True)
-        )
+        if not self._special.search(_all_text([messages, tools])):
+            return messages, tools, {}
+        free = _unused_characters([messages, tools], len(self._specials))
+        stand_ins = dict(zip(self._specials, free, strict=True))
+
+        def hidden(value: Any, allowed: frozenset[str]) -> Any:
+            if isinstance(value, str):
+                return self._special.sub(
+                    lambda match: match[0] if match[0] in allowed else stand_ins[match[0]], value
+                )
+            if isinstance(value, Mapping):
+                return {hidden(k, allowed): hidden(v, allowed) for k, v in value.items()}
+            if isinstance(value, list | tuple):
+                return [hidden(one, allowed) for one in value]
+            return value
+
         shown = []
         for message in messages:
-            allowed = ASSISTANT_TOKENS if message["role"] == "assistant" else frozenset()
-
-            def hide(match: re.Match[str], allowed: frozenset[str] = allowed) -> str:
-                return match[0] if match[0] in allowed else stand_ins[match[0]]
-
-            texts = {
-                f: self._special.sub(hide, message[f]) for f in WRITTEN_BY_PEOPLE if message.get(f)
-            }
+            allowed = ASSISTANT_TOKENS if message["role"] == "assistant" else frozenset[str]()
+            texts = {f: hidden(message[f], allowed) for f in WRITTEN_BY_PEOPLE if message.get(f)}
             shown.append({**message, **texts})
-        return shown, {character: text for text, character in stand_ins.items()}
+        back = {character: text for text, character in stand_ins.items()}
+        return shown, hidden(list(tools), frozenset()), back
 
     def _find_guard(self) -> str:
         """A special token to put before a segment, where the tokenizer treats a text's start apart.
@@ -265,6 +295,18 @@ class ChatEncoder:
         return ids
 
 
+def _marked(message: Message, mark: str) -> Message:
+    """A message with `mark` for its text; for the first call's name where there is no text.
+
+    Some templates put white space between a text and a call.
+    """
+    calls = message.get("tool_calls")
+    if message.get("content") or not calls:
+        return {**message, "content": mark}
+    first = {**calls[0], "function": {**calls[0]["function"], "name": mark}}
+    return {**message, "tool_calls": [first, *calls[1:]]}
+
+
 def _by_length(texts: Iterable[str]) -> list[str]:
     return sorted(texts, key=len, reverse=True)
 
@@ -274,8 +316,13 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile(f"({'|'.join(map(re.escape, texts)) or '(?!)'})")
 
 
-def _unused_characters(messages: Sequence[Message], count: int) -> list[str]:
+def _all_text(value: Any) -> str:
+    """Whatever stands in a nested value, spelled as it is."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _unused_characters(conversation: Any, count: int) -> list[str]:
     """Private-use characters that occur nowhere in the conversation."""
-    used = set().union(*(str(value) for message in messages for value in message.values()))
+    used = set(_all_text(conversation))
     free = (chr(point) for point in PRIVATE_USE if chr(point) not in used)
     return [character for character, _ in zip(free, range(count), strict=False)]
