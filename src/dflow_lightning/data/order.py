@@ -6,7 +6,6 @@ Shapes: R rows.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +34,7 @@ class Order:
     weights: tuple[float, ...] | None = None
     width: int | None = None
 
-    def batches(self, epoch: int) -> Sequence[np.ndarray] | list[list[np.ndarray]]:
+    def batches(self, epoch: int) -> np.ndarray | list[list[np.ndarray]]:
         """Batches of an epoch: of row numbers, or of lists of row numbers where rows are packed.
 
         All are full; a set smaller than one batch is one batch.

@@ -79,6 +79,14 @@ class TokenRows:
         return self.tokens[span], self.loss_mask[span]
 
 
+class RowName(NamedTuple):
+    """A row of a prepared folder: what it is called and where it stands."""
+
+    id: str
+    family: str
+    number: int
+
+
 class PreparedRows:
     """The rows of a prepared folder, which stay on disk: the system maps what is read.
 
@@ -99,6 +107,19 @@ class PreparedRows:
         """Ids and loss mask of a row."""
         tokens, loss_mask = self._open()
         return tokens.read(row), loss_mask.read(row)
+
+    def names(self) -> list[RowName]:
+        """Id and family of every row, in order; all in memory, so for held-out sets."""
+        table = open_prepared(self.folder).data
+        ids, families = (table.column(name).to_pylist() for name in ("id", "family"))
+        return [RowName(*one) for one in zip(ids, families, range(len(self)), strict=True)]
+
+    def in_memory(self, numbers: Sequence[int]) -> TokenRows:
+        """Some of the rows, loaded."""
+        parts = [self.read(number) for number in numbers]
+        tokens, loss_mask = (np.concatenate(column) for column in zip(*parts, strict=True))
+        offsets = np.cumsum([0, *(len(part) for part, _ in parts)])
+        return TokenRows(tokens, loss_mask, offsets, self.sample_ids[list(numbers)])
 
     def _open(self) -> tuple[_ListColumn, _ListColumn]:
         if self._columns is None:
@@ -201,6 +222,16 @@ class Batches(Dataset[Batch]):
             documents.sample_ids_BS[:, 0].clone(),
             documents,
         )
+
+
+def last_answer(loss_mask: np.ndarray) -> slice:
+    """The last supervised stretch of a row; empty, at the end, where nothing is supervised."""
+    (supervised,) = np.nonzero(loss_mask)
+    if not len(supervised):
+        return slice(len(loss_mask), len(loss_mask))
+    stop = int(supervised[-1]) + 1
+    (gaps,) = np.nonzero(~loss_mask[:stop])
+    return slice(int(gaps[-1]) + 1 if len(gaps) else 0, stop)
 
 
 def sample_id(row_id: str) -> int:
