@@ -109,7 +109,7 @@ def test_two_processes_with_uneven_rows_give_the_gradient_of_one(module, monkeyp
     batch = uneven_batch()
     module.objective(with_rounds(module, batch))[0].backward()
     whole = gradients(module)
-    halves = [Batch(*(part[rows] for part in batch)) for rows in (slice(0, 2), slice(2, 4))]
+    halves = [Batch(*(part[rows] for part in batch[:3])) for rows in (slice(0, 2), slice(2, 4))]
     steps = [with_rounds(module, half) for half in halves]
     with torch.no_grad():
         own = [module.objective(step)[1] for step in steps]

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflow_lightning.cli import INTERPOLATION, SECTIONS, RunParser
 from dflow_lightning.data.datamodule import ChatDataModule
+from dflow_lightning.data.sets import count_rows
 from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
@@ -330,12 +331,14 @@ def work(plan: Plan) -> list[str]:
 def steps(plan: Plan) -> list[str]:
     """Optimizer steps, as the loader and Lightning count them; or what is missing to know them."""
     trainer = plan.recipe.trainer
-    path = Path(plan.recipe.data.train).expanduser()
-    if not path.is_file():
+    given = plan.recipe.data.train
+    paths = [Path(one).expanduser() for one in (given if isinstance(given, list) else [given])]
+    if missing := [path for path in paths if not path.exists()]:
         rows = plan.gpus * plan.rows * trainer.accumulate_grad_batches
-        return [f"steps    one for {rows} rows; data.train is missing: {path}"]
-    with path.open("rb") as file:
-        rows = sum(1 for line in file if line.strip())
+        return [f"steps    one for {rows} rows; data.train is missing: {missing[0]}"]
+    rows = sum(count_rows(path, "data.train") for path in paths)
+    if plan.recipe.data.pack:
+        return [f"steps    {rows:,} conversations an epoch; packed rows are counted by fit"]
     batches = max(rows // plan.rows, min(rows, 1)) // plan.gpus
     if not batches:
         raise InputError(

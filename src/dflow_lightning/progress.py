@@ -161,13 +161,14 @@ def plan(trainer: Trainer, module: Any, steps: int | None) -> str:
     relay = sum(p.numel() for p in module.relay.parameters()) if module.relay is not None else 0
     drafter = sum(p.numel() for p in module.drafter.parameters())
     data = trainer.datamodule  # type: ignore[attr-defined]
+    world = trainer.world_size
     return (
         f"target {module.target_config.path}, drafter {drafter / 1e6:.2f} M parameters "
         f"(block size {module.drafter.dims.block_size}), relay "
         + (f"{relay / 1e6:.2f} M" if relay else "off")
-        + f"\ndata {data.paths['train']}, {len(data.train_dataloader()):,} batches of "
-        f"{data.batch_size} rows an epoch; {steps or 'endless'} steps; "
-        f"{trainer.world_size} process{'es' if trainer.world_size > 1 else ''}\n"
+        + f"\ndata {', '.join(map(str, data.paths['train']))}, "
+        f"{len(data.train_dataloader()):,} batches of {data.batch_size} rows an epoch; "
+        f"{steps or 'endless'} steps; {world} process{'es' if world > 1 else ''}\n"
         f"run folder {shown(trainer.default_root_dir)}"
     )
 

@@ -76,10 +76,11 @@ def write(tmp_path) -> Callable[..., Path]:
 
 @pytest.fixture
 def make_data(tokenizer_dir, write) -> Callable[..., ChatDataModule]:
-    """A data module on `train` numbered rows, with any other argument overridden."""
+    """A data module on `train` numbered rows or on given sets, with any other argument set."""
 
-    def make(train: int = 22, **arguments: Any) -> ChatDataModule:
-        path = write(*map(question, range(train)), name="train.jsonl")
-        return ChatDataModule(**{"train": path, "tokenizer": str(tokenizer_dir)} | arguments)
+    def make(train: Any = 22, **arguments: Any) -> ChatDataModule:
+        if isinstance(train, int):
+            train = write(*map(question, range(train)), name="train.jsonl")
+        return ChatDataModule(train=train, **{"tokenizer": str(tokenizer_dir)} | arguments)
 
     return make

@@ -4,14 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from dflow_lightning.data.batches import (
-    HeldOutLoader,
-    TokenRows,
-    TrainLoader,
-    sample_id,
-    shuffled_batches,
-)
+from dflow_lightning.data.batches import HeldOutLoader, TrainLoader
+from dflow_lightning.data.order import Order
 from dflow_lightning.data.template import EncodedRow
+from dflow_lightning.data.token_rows import Batches, TokenRows, sample_id
 from dflow_lightning.errors import InputError
 
 PAD = 99
@@ -20,7 +16,11 @@ PAD = 99
 def make_rows(count: int) -> TokenRows:
     """Row r has r + 2 tokens, all r, of which the last two are supervised."""
     encoded = [EncodedRow([r] * (r + 2), [False] * r + [True] * 2) for r in range(count)]
-    return TokenRows.pack(encoded, [f"row-{r}" for r in range(count)], PAD)
+    return TokenRows.pack(encoded, [f"row-{r}" for r in range(count)])
+
+
+def shuffled_batches(lengths, batch_size: int, *, seed: int, epoch: int):
+    return Order(lengths, (len(lengths),), batch_size, seed).batches(epoch)
 
 
 def loader(rows: TokenRows, **arguments) -> TrainLoader:
@@ -33,11 +33,12 @@ def ids(batches) -> list[list[int]]:
 
 def test_a_batch_is_padded_on_the_right():
     rows = make_rows(5)
-    batch = rows[np.array([3, 0])]
+    batch = Batches(rows, PAD)[np.array([3, 0])]
     assert batch.input_ids_BS.tolist() == [[3] * 5, [0, 0, PAD, PAD, PAD]]
     assert batch.loss_mask_BS.tolist() == [[False] * 3 + [True] * 2, [True] * 2 + [False] * 3]
     assert batch.sample_ids_B.tolist() == [sample_id("row-3"), sample_id("row-0")]
-    assert [tensor.dtype for tensor in batch] == [torch.int64, torch.bool, torch.int64]
+    assert batch.documents is None
+    assert [tensor.dtype for tensor in batch[:3]] == [torch.int64, torch.bool, torch.int64]
 
 
 def test_tokens_are_kept_small():

@@ -162,7 +162,7 @@ def test_rows_longer_than_allowed(make_data):
 
 def _row_ids(data: ChatDataModule) -> list[list[int]]:
     data.setup("fit")
-    tokens = data._tokens["train"]
+    (tokens,) = data._tokens["train"]
     return [
         tokens.tokens[a:b].tolist()
         for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)
@@ -238,6 +238,6 @@ def test_arguments_are_read_from_the_signature(tmp_path):
         "--data.supervise=last_turn",
     ]
     data = parser.instantiate_classes(parser.parse_args(given)).data
-    assert data.paths == {"train": Path("a.jsonl"), "validation": None, "test": None}
+    assert data.paths == {"train": [Path("a.jsonl")], "validation": [], "test": []}
     assert data.supervise == "last_turn"
     assert "at most this many test rows of each family" in " ".join(parser.format_help().split())

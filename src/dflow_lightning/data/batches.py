@@ -1,104 +1,20 @@
-"""Token rows in memory and the loaders that batch them in a fixed order.
-
-Shapes: B batch, S sequence, R rows.
-"""
+"""The loaders that batch token rows in a fixed order."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from dflow_lightning.data.template import EncodedRow
+from dflow_lightning.data.order import Order
+from dflow_lightning.data.token_rows import Batch, Batches, RowSource
 from dflow_lightning.errors import InputError
-
-POOL_BATCHES = 64  # rows are sorted by length within pools of this many batches
-
-
-class Batch(NamedTuple):
-    """Rows of like length, padded on the right: int64 ids, and a bool mask, false on padding."""
-
-    input_ids_BS: Tensor
-    loss_mask_BS: Tensor
-    sample_ids_B: Tensor
-
-
-@dataclass(frozen=True)
-class TokenRows(Dataset[Batch]):
-    """All rows of one file end to end; row r is `tokens[offsets[r] : offsets[r + 1]]`."""
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    offsets: np.ndarray
-    sample_ids: np.ndarray
-    pad_id: int
-
-    @classmethod
-    def pack(cls, rows: Sequence[EncodedRow], ids: Sequence[str], pad_id: int) -> TokenRows:
-        lengths = [len(row.input_ids) for row in rows]
-        total = sum(lengths)
-        flat = chain.from_iterable
-        return cls(
-            np.fromiter(flat(row.input_ids for row in rows), np.int32, total),
-            np.fromiter(flat(row.loss_mask for row in rows), np.bool_, total),
-            np.cumsum([0, *lengths]),
-            np.array([sample_id(one) for one in ids], np.int64),
-            pad_id,
-        )
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.offsets)
-
-    def __getitem__(self, rows_B: np.ndarray) -> Batch:
-        """The batch of these rows."""
-        shape = len(rows_B), int(self.lengths[rows_B].max())
-        input_ids_BS = np.full(shape, self.pad_id, np.int64)
-        loss_mask_BS = np.zeros(shape, np.bool_)
-        for b, row in enumerate(rows_B):
-            start, stop = self.offsets[row : row + 2]
-            input_ids_BS[b, : stop - start] = self.tokens[start:stop]
-            loss_mask_BS[b, : stop - start] = self.loss_mask[start:stop]
-        return Batch(
-            torch.from_numpy(input_ids_BS),
-            torch.from_numpy(loss_mask_BS),
-            torch.from_numpy(self.sample_ids[rows_B]),
-        )
-
-
-def sample_id(row_id: str) -> int:
-    """63 bits that follow from the row's id alone, whatever file or position it stands in."""
-    return int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8], "big") >> 1
-
-
-def shuffled_batches(
-    lengths_R: np.ndarray, batch_size: int, *, seed: int, epoch: int
-) -> list[np.ndarray]:
-    """Row numbers of one epoch's batches, all full; a set smaller than one batch is one batch.
-
-    Rows are shuffled, sorted by length within pools of batches, and the batches are shuffled again:
-    little padding, and still other neighbours in every epoch.
-    """
-    generator = np.random.default_rng([seed, epoch])
-    rows = generator.permutation(len(lengths_R))
-    if len(rows) > batch_size:
-        rows = rows[: len(rows) - len(rows) % batch_size]
-    batches = []
-    for start in range(0, len(rows), POOL_BATCHES * batch_size):
-        pool = rows[start : start + POOL_BATCHES * batch_size]
-        pool = pool[np.argsort(lengths_R[pool], kind="stable")]
-        batches += [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
-    return [batches[i] for i in generator.permutation(len(batches))]
 
 
 class TrainLoader:
@@ -116,23 +32,33 @@ class TrainLoader:
 
     def __init__(
         self,
-        rows: TokenRows,
+        rows: RowSource,
         *,
         batch_size: int,
         seed: int,
+        pad_id: int = 0,
         num_workers: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        sizes: tuple[int, ...] | None = None,
+        weights: tuple[float, ...] | None = None,
+        width: int | None = None,
     ) -> None:
+        """
+        Args:
+            sizes: rows of each set that `rows` consists of; by default one.
+            weights: share of each set, see `Order`.
+            width: pack documents into rows of this many tokens.
+        """
         self._rows = rows
-        self._batch_size = batch_size
-        self._seed = seed
+        self._order = Order(rows.lengths, sizes or (len(rows),), batch_size, seed, weights, width)
+        self._batches = Batches(rows, pad_id, width)
         self._num_workers = num_workers
         self._rank = rank
         self._world_size = world_size
         self._epoch = 0
         self._batch = 0  # of the epoch, counted over all ranks
-        total = len(self._epoch_batches(0))
+        total = len(self._order.batches(0))
         self._length = total // world_size
         if not self._length:
             raise InputError(
@@ -146,64 +72,77 @@ class TrainLoader:
     def __iter__(self) -> Iterator[Batch]:
         # A generator on purpose: nothing is read before the first batch is asked for, and Lightning
         # makes iterators that it never uses.
-        steps = list(islice(self._steps(), len(self)))
+        ahead: deque[_Step] = deque()  # asked of the workers, not handed out yet
         loader = DataLoader(
-            self._rows,
+            self._batches,
             batch_size=None,
-            sampler=[step.rows_B for step in steps],
+            sampler=self._asked(ahead),
             num_workers=self._num_workers,
             collate_fn=_as_it_is,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # or each iteration would draw from the global one
         )
         # Workers read ahead; what counts is what has been handed out.
-        for step, batch in zip(steps, loader, strict=True):
-            self._epoch, self._batch = step.epoch, step.batch
+        for batch in loader:
+            _, self._epoch, self._batch = ahead.popleft()
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "batch": self._batch, **self._order()}
+        return {"epoch": self._epoch, "batch": self._batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last batch handed out; another number of processes may take over.
 
         Raises:
-            InputError: the rows, the batch size or the seed are not those of the saved run.
+            InputError: the rows, or what orders them, are not those of the saved run.
         """
-        for key, value in self._order().items():
-            if state[key] != value:
+        ours, theirs = self._identity(), {k: v for k, v in state.items() if k not in _POSITION}
+        for key in ours | theirs:
+            if theirs.get(key) != ours.get(key):
                 raise InputError(
-                    f"data.{key} is {value}, but the checkpoint was trained with {state[key]}, and "
-                    "other batches would follow; resume with the same data settings"
+                    f"data.{key} is {ours.get(key)}, but the checkpoint was trained with "
+                    f"{theirs.get(key)}, and other batches would follow; resume with the same data "
+                    "settings"
                 )
         self._epoch, self._batch = state["epoch"], state["batch"]
 
-    def _order(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, Any]:
         """What the order of batches follows from, by the names of the settings."""
-        rows = hashlib.sha256(self._rows.sample_ids.tobytes() + self._rows.lengths.tobytes())
+        rows = hashlib.sha256(
+            self._rows.sample_ids.tobytes() + self._rows.lengths.astype(np.int64).tobytes()
+        )
+        order = self._order
+        mixed = {} if order.weights is None else {"train_weights": f"{order.weights} {order.sizes}"}
+        packed = {} if order.width is None else {"pack": order.width}
         return {
             "train": f"{len(self._rows)} rows ({rows.hexdigest()[:8]})",
-            "batch_size": self._batch_size,
-            "seed": self._seed,
-        }
+            "batch_size": order.batch_size,
+            "seed": order.seed,
+        } | (mixed | packed)
 
-    def _epoch_batches(self, epoch: int) -> list[np.ndarray]:
-        return shuffled_batches(self._rows.lengths, self._batch_size, seed=self._seed, epoch=epoch)
+    def _asked(self, ahead: deque[_Step]) -> Iterator[Any]:
+        """Rows of the batches of one iteration; notes each step as it is asked for."""
+        for step in islice(self._steps(), len(self)):
+            ahead.append(step)
+            yield step.rows
 
     def _steps(self) -> Iterator[_Step]:
         """This rank's batches from the current position on, without end."""
         epoch, first = self._epoch, self._batch
         while True:
-            batches = self._epoch_batches(epoch)
+            batches = self._order.batches(epoch)
             for start in range(first, len(batches) - self._world_size + 1, self._world_size):
                 yield _Step(batches[start + self._rank], epoch, start + self._world_size)
             epoch, first = epoch + 1, 0
 
 
+_POSITION = ("epoch", "batch")
+
+
 class _Step(NamedTuple):
     """A batch's rows, and the position of the stream once it has been handed out."""
 
-    rows_B: np.ndarray
+    rows: Any
     epoch: int
     batch: int
 
@@ -216,9 +155,15 @@ class HeldOutLoader:
     """
 
     def __init__(
-        self, rows: TokenRows, *, batch_size: int, rank: int = 0, world_size: int = 1
+        self,
+        rows: RowSource,
+        *,
+        batch_size: int,
+        pad_id: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        self._rows = rows
+        self._made = Batches(rows, pad_id)
         self._rank = rank
         self._world_size = world_size
         order = np.argsort(rows.lengths, kind="stable")
@@ -230,7 +175,7 @@ class HeldOutLoader:
     def __iter__(self) -> Iterator[Batch]:
         for step in range(len(self)):
             number = step * self._world_size + self._rank
-            batch = self._rows[self._batches[number % len(self._batches)]]
+            batch = self._made[self._batches[number % len(self._batches)]]
             if number >= len(self._batches):
                 batch = batch._replace(loss_mask_BS=torch.zeros_like(batch.loss_mask_BS))
             yield batch

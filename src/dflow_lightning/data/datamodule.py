@@ -1,17 +1,21 @@
-"""The data of a run: files to loaders and prompts."""
+"""The data of a run: files and prepared folders to loaders and prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch.distributed
 from lightning.pytorch import LightningDataModule
 from transformers import AutoTokenizer
 
-from dflow_lightning.data.batches import Batch, HeldOutLoader, TokenRows, TrainLoader
-from dflow_lightning.data.prompts import Prompt, first_per_family, make_prompts
-from dflow_lightning.data.rows import Row, check_disjoint, read_rows
+from dflow_lightning.data.batches import HeldOutLoader, TrainLoader
+from dflow_lightning.data.prompts import Prompt, first_per_family, make_prompts, prepared_prompts
+from dflow_lightning.data.rows import Row
+from dflow_lightning.data.sets import check_disjoint, read_set
+from dflow_lightning.data.tasks import TaskName, task_prompts
 from dflow_lightning.data.template import ChatEncoder, EncodedRow
+from dflow_lightning.data.token_rows import Batch, ChainedRows, PreparedRows, RowSource, TokenRows
 from dflow_lightning.errors import InputError
 
 __all__ = ["Batch", "ChatDataModule", "Prompt", "Split"]
@@ -21,40 +25,54 @@ Split = Literal["train", "validation", "test"]
 
 
 class ChatDataModule(LightningDataModule):
-    """Conversations from JSONL files.
+    """Conversations from prepared folders and from files.
 
-    A row is `{"id", "family", "prompt", "answer"}` or `{"id", "family", "messages"}`.
+    A folder is what `dflow-train prepare` writes; its rows stay on disk. A row of a file is
+    `{"id", "family", "prompt", "answer"}` or `{"id", "family", "messages"}`, or one of the shapes
+    that prepare reads; files are tokenized at the start and held in memory.
 
     Args:
-        train: JSONL file to train on; its answers should be the target's own.
-        validation: JSONL file for the loss and for real decoding during training.
-        test: JSONL file for `dflow-train test`.
+        train: folder or file to train on, or several; the answers should be the target's own.
+        train_weights: share of each training set in an epoch, one positive number a set; by default
+            every row once.
+        validation: folder or file for the loss and for real decoding during training.
+        test: folder or file for `dflow-train test`.
         tokenizer: folder or hub id with the target's tokenizer and chat template.
         max_length: longest row allowed, in tokens.
         batch_size: rows of one step on one device.
+        pack: put several conversations into each training row of max_length tokens; none sees
+            another. A row's blocks, model.num_anchors of them, are shared by its conversations.
         num_workers: processes that assemble training batches; 0 does it in the main process.
         enable_thinking: let answers begin with reasoning; false gives the empty think block.
         supervise: learn from every answer of a conversation, or from the last one.
         seed: seed of the order of training batches.
         limit_validation: at most this many validation rows of each family.
         limit_test: at most this many test rows of each family.
+        validation_tasks: benchmark tasks whose prompts (first turns) are also decoded in
+            validation, as `val/<task>/tau`.
+        validation_suite_dir: folder with a JSONL file for each of these tasks; by default they come
+            from the hub.
     """
 
     def __init__(
         self,
         *,
-        train: Path,
+        train: Path | list[Path],
+        train_weights: list[float] | None = None,
         validation: Path | None = None,
         test: Path | None = None,
         tokenizer: str,
         max_length: int = 3072,
         batch_size: int = 4,
+        pack: bool = False,
         num_workers: int = 0,
         enable_thinking: bool = False,
         supervise: Literal["all_turns", "last_turn"] = "all_turns",
         seed: int = 0,
         limit_validation: int | None = None,
         limit_test: int | None = None,
+        validation_tasks: list[TaskName] = [],  # noqa: B006  (read, never changed)
+        validation_suite_dir: Path | None = None,
     ) -> None:
         super().__init__()
         at_least = {
@@ -68,91 +86,133 @@ class ChatDataModule(LightningDataModule):
         for name, (value, least) in at_least.items():
             if value is not None and value < least:
                 raise InputError(f"data.{name} is {value}; give {least} or more")
-        self.paths: dict[Split, Path | None] = {
-            "train": train,
-            "validation": validation,
-            "test": test,
+        self.paths: dict[Split, list[Path]] = {
+            "train": train if isinstance(train, list) else [train],
+            "validation": [] if validation is None else [validation],
+            "test": [] if test is None else [test],
         }
         self.limits: dict[Split, int | None] = {
             "train": None,
             "validation": limit_validation,
             "test": limit_test,
         }
+        check_sets(self.paths["train"], train_weights)
+        self.train_weights = train_weights
         self.tokenizer_path = tokenizer
         self.max_length = max_length
         self.batch_size = batch_size
+        self.pack = pack
         self.num_workers = num_workers
         self.enable_thinking = enable_thinking
         self.supervise: Literal["all_turns", "last_turn"] = supervise
         self.seed = seed
+        self.validation_tasks, self.validation_suite_dir = validation_tasks, validation_suite_dir
         self._encoder: ChatEncoder | None = None
-        self._rows: dict[Split, list[Row]] = {}
-        self._tokens: dict[Split, TokenRows] = {}
+        self._sets: dict[Path, list[Row] | PreparedRows] = {}
+        self._tokens: dict[Split, list[RowSource]] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """Read, check and tokenize what the stage needs, so that mistakes show before training."""
         if stage in (None, "fit"):
-            for split in get_args(Split)[1:]:
-                if self.paths[split] is not None:
-                    check_disjoint(self._read("train"), self._read(split), f"data.{split}")
-            self._tokenize("train")
-            if self.trainer is not None and self.paths["validation"] is None:
+            self._check_disjoint()
+            self._sources("train")
+            if self.trainer is not None and not self.paths["validation"]:
                 # Nothing was asked for; Lightning would warn about it twice.
                 self.trainer.limit_val_batches = 0
         if stage in (None, "fit", "validate") and (self.paths["validation"] or stage == "validate"):
-            self._tokenize("validation")
+            self._sources("validation")
         if stage == "test" or (stage is None and self.paths["test"]):
-            self._tokenize("test")
+            self._sources("test")
 
     def train_dataloader(self) -> TrainLoader:
+        sources = self._sources("train")
         return TrainLoader(
-            self._tokenize("train"),
+            ChainedRows(sources) if len(sources) > 1 else sources[0],
+            sizes=tuple(map(len, sources)),
+            weights=None if self.train_weights is None else tuple(self.train_weights),
             batch_size=self.batch_size,
+            width=self.max_length if self.pack else None,
             seed=self.seed,
+            pad_id=self._pad_id,
             num_workers=self.num_workers,
             **_ranks(),
         )
 
     def val_dataloader(self) -> HeldOutLoader:
-        rows = self._tokenize("validation")
-        return HeldOutLoader(rows, batch_size=self.batch_size, **_ranks())
+        return self._held_out("validation")
 
     def test_dataloader(self) -> HeldOutLoader:
-        return HeldOutLoader(self._tokenize("test"), batch_size=self.batch_size, **_ranks())
+        return self._held_out("test")
+
+    def _held_out(self, split: Split) -> HeldOutLoader:
+        (rows,) = self._sources(split)
+        return HeldOutLoader(rows, batch_size=self.batch_size, pad_id=self._pad_id, **_ranks())
 
     def prompts(self, split: Split, per_family: int | None = None) -> list[Prompt]:
         """A split's conversations for real decoding, cut before their last answer.
 
         Args:
-            per_family: at most this many of each family, and always the same ones.
+            per_family: at most this many of each family or task, and always the same ones.
         """
-        rows = first_per_family(self._read(split), per_family)
-        return make_prompts(self._chat_encoder(), rows)
+        prompts: list[Prompt] = []
+        for rows in self._read(split):
+            if isinstance(rows, PreparedRows):
+                prompts += prepared_prompts(rows, self._first(rows, split, per_family))
+            else:
+                limited = first_per_family(rows, self.limits[split])
+                prompts += make_prompts(self._chat_encoder(), first_per_family(limited, per_family))
+        if split == "validation" and self.validation_tasks:
+            prompts += task_prompts(
+                self.validation_tasks,
+                self._chat_encoder(),
+                limit=per_family,
+                suite_dir=self.validation_suite_dir,
+                max_length=self.max_length,
+                field="data.validation_tasks",
+            ).prompts
+        return prompts
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row among those that were set up; 0 before."""
-        return max((int(rows.lengths.max()) for rows in self._tokens.values()), default=0)
+        """Tokens of the longest conversation among those that were set up; 0 before."""
+        found = [int(rows.lengths.max()) for each in self._tokens.values() for rows in each]
+        return max(found, default=0)
 
-    def _read(self, split: Split) -> list[Row]:
-        path = self.paths[split]
-        if path is None:
-            raise InputError(f"data.{split} is not set; give a JSONL file")
-        if split not in self._rows:
-            rows = read_rows(Path(path).expanduser(), field=f"data.{split}")
-            limit = self.limits[split]
-            self._rows[split] = rows if limit is None else first_per_family(rows, limit)
-        return self._rows[split]
+    @property
+    def _pad_id(self) -> int:
+        return self._chat_encoder().tokenizer.pad_token_id or 0
 
-    def _tokenize(self, split: Split) -> TokenRows:
+    def _read(self, split: Split) -> list[list[Row] | PreparedRows]:
+        """The sets of a split, as they are stored."""
+        if not self.paths[split]:
+            raise InputError(f"data.{split} is not set; give a prepared folder or a JSONL file")
+        for path in self.paths[split]:
+            if path not in self._sets:
+                self._sets[path] = read_set(path, f"data.{split}")
+        return [self._sets[path] for path in self.paths[split]]
+
+    def _first(self, rows: PreparedRows, split: Split, count: int | None) -> list[int]:
+        """Numbers of at most `count` rows a family among those that the split is limited to."""
+        limited = first_per_family(rows.names(), self.limits[split])
+        return [row.number for row in first_per_family(limited, count)]
+
+    def _sources(self, split: Split) -> list[RowSource]:
+        """The token rows of every set of a split."""
         if split not in self._tokens:
-            rows = self._read(split)
-            encoder = self._chat_encoder()
-            encoded = encode_rows(encoder, rows)
-            self._check_lengths(encoded, rows)
-            pad_id = encoder.tokenizer.pad_token_id
-            self._tokens[split] = TokenRows.pack(encoded, [row.id for row in rows], pad_id or 0)
+            self._tokens[split] = [self._tokenize(rows, split) for rows in self._read(split)]
         return self._tokens[split]
+
+    def _tokenize(self, rows: list[Row] | PreparedRows, split: Split) -> RowSource:
+        limit = self.limits[split]
+        if isinstance(rows, PreparedRows):
+            folder = rows.folder
+            self._check_lengths(rows, lambda row: f"data.{split}: row {row + 1} of {folder}")
+            return rows if limit is None else rows.in_memory(self._first(rows, split, limit))
+        rows = rows if limit is None else first_per_family(rows, limit)
+        encoded = encode_rows(self._chat_encoder(), rows)
+        tokens = TokenRows.pack(encoded, [row.id for row in rows])
+        self._check_lengths(tokens, lambda row: rows[row].where)
+        return tokens
 
     def _chat_encoder(self) -> ChatEncoder:
         if self._encoder is None:
@@ -163,15 +223,38 @@ class ChatDataModule(LightningDataModule):
             )
         return self._encoder
 
-    def _check_lengths(self, encoded: Sequence[EncodedRow], rows: Sequence[Row]) -> None:
-        lengths = [len(row.input_ids) for row in encoded]
-        long = [row for row, length in zip(rows, lengths, strict=True) if length > self.max_length]
-        if long:
+    def _check_disjoint(self) -> None:
+        for split in get_args(Split)[1:]:
+            if self.paths[split]:
+                for held_out in self._read(split):
+                    for train in self._read("train"):
+                        check_disjoint(train, held_out, self._chat_encoder, f"data.{split}")
+
+    def _check_lengths(self, rows: RowSource, where: Callable[[int], str]) -> None:
+        """`where` names a row."""
+        (long,) = np.nonzero(rows.lengths > self.max_length)
+        if len(long):
             raise InputError(
                 f"{len(long)} of {len(rows)} rows are longer than data.max_length "
-                f"{self.max_length}, first {long[0].where}; raise data.max_length to "
-                f"{max(lengths)} or shorten the rows"
+                f"{self.max_length}, first {where(int(long[0]))}; raise data.max_length to "
+                f"{rows.lengths.max()} or shorten the rows"
             )
+
+
+def check_sets(paths: list[Path], weights: list[float] | None) -> None:
+    """Raise `InputError` unless there are sets, each named once, and weights fit them."""
+    if not paths:
+        raise InputError("data.train is empty; give a prepared folder or a JSONL file")
+    if len(set(paths)) < len(paths):
+        raise InputError("data.train names a set twice; name it once and give train_weights")
+    if weights is None:
+        return
+    if len(weights) != len(paths):
+        raise InputError(
+            f"data.train_weights has {len(weights)} numbers for {len(paths)} sets; give one a set"
+        )
+    if not all(0 < weight < float("inf") for weight in weights):
+        raise InputError(f"data.train_weights are {weights}; give positive numbers")
 
 
 def encode_rows(encoder: ChatEncoder, rows: Sequence[Row]) -> list[EncodedRow]:

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from dflow_lightning.data.rows import Row, read_rows
 from dflow_lightning.data.template import ChatEncoder
+from dflow_lightning.data.token_rows import PreparedRows, last_answer
 from dflow_lightning.errors import InputError
 
 
@@ -71,13 +72,39 @@ def make_prompts(encoder: ChatEncoder, rows: Iterable[Row]) -> list[Prompt]:
     return prompts
 
 
-def first_per_family(rows: Sequence[Row], count: int | None) -> list[Row]:
+def prepared_prompts(rows: PreparedRows, numbers: Iterable[int]) -> list[Prompt]:
+    """Rows of a prepared folder, cut before their last answer."""
+    names = rows.names()
+    prompts = []
+    for number in numbers:
+        tokens, loss_mask = rows.read(number)
+        answer = last_answer(loss_mask)
+        ids = tokens.tolist()
+        name = names[number]
+        prompts.append(Prompt(name.id, name.family, ids[: answer.start], ids[answer]))
+    return prompts
+
+
+class Named(Protocol):
+    """What has an id and a family."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def family(self) -> str: ...
+
+
+NamedRow = TypeVar("NamedRow", bound=Named)
+
+
+def first_per_family(rows: Sequence[NamedRow], count: int | None) -> list[NamedRow]:
     """At most `count` rows of each family, all of them for None, family by family.
 
     Which rows these are follows from their ids alone: not from a seed, so that runs with different
     seeds are measured on the same prompts, and not from the order of the file.
     """
-    families: dict[str, list[Row]] = defaultdict(list)
+    families: dict[str, list[NamedRow]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: hashlib.sha256(row.id.encode()).digest()):
         families[row.family].append(row)
     return [row for family in sorted(families) for row in families[family][:count]]
