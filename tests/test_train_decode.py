@@ -71,7 +71,8 @@ def test_verify_rows_equal_the_clean_forward_at_the_anchor_and_the_real_branch_a
     anchors = torch.tensor([[6, 20, 41]])
     drafts = torch.randint(0, 256, (1, 3, 3))
     ids = torch.cat([batch.input_ids_BS[:, anchors[0]].unsqueeze(-1), drafts], dim=-1)
-    taps, _ = rollout_of(module).verify(inputs, ids, anchors)
+    valid = torch.ones_like(anchors, dtype=torch.bool)
+    taps, _ = rollout_of(module).verify(inputs, ids, Anchors(anchors, valid))
     torch.testing.assert_close(taps[:, :, 0], inputs.taps_BSC[:, anchors[0]], atol=1e-4, rtol=1e-4)
     for n, anchor in enumerate(anchors[0].tolist()):
         branch = torch.cat([batch.input_ids_BS[0, :anchor], ids[0, n]]).unsqueeze(0)

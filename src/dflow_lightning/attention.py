@@ -24,7 +24,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 def block_attention(
     q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor,
-    anchors_BN: Tensor, backend: Backend = "auto",
+    anchors_BN: Tensor, backend: Backend = "auto", starts_BN: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend from each block to `context < anchor` and to the block itself, non-causally.
 
@@ -33,6 +33,7 @@ def block_attention(
         k_context, v_context: `[B, H, L, E]`; column l holds absolute position l.
         anchors_BN: context length of each block: position l is visible when l < anchor, strictly,
             because the feature at the anchor does not exist yet when the block is drafted.
+        starts_BN: first visible position of each block, where a row holds several documents.
 
     Returns:
         `[B, H, N, K, E]`.
@@ -45,17 +46,19 @@ def block_attention(
             else "dense"
         )
     attend = _split if backend == "split" else _dense
-    return attend(q, k_block, v_block, k_context, v_context, anchors_BN)
+    return attend(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN)
 
 
-def context_visible(anchors_BN: Tensor, length: int) -> Tensor:
-    """`[B, N, L]`: whether a block sees a context position."""
-    return torch.arange(length, device=anchors_BN.device) < anchors_BN.unsqueeze(-1)
+def context_visible(anchors_BN: Tensor, length: int, starts_BN: Tensor | None = None) -> Tensor:
+    """`[B, N, L]`: whether a block sees a context position, `start <= l < anchor`."""
+    positions_L = torch.arange(length, device=anchors_BN.device)
+    visible_BNL = positions_L < anchors_BN.unsqueeze(-1)
+    return visible_BNL if starts_BN is None else visible_BNL & (positions_L >= starts_BN[..., None])
 
 
-def _dense(q, k_block, v_block, k_context, v_context, anchors_BN) -> Tensor:
+def _dense(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN) -> Tensor:
     B, _, N, K, _ = q.shape
-    context_BNL = context_visible(anchors_BN, k_context.shape[2])
+    context_BNL = context_visible(anchors_BN, k_context.shape[2], starts_BN)
     own_NM = torch.eye(N, dtype=torch.bool, device=q.device).repeat_interleave(K, dim=1)
     visible = torch.cat([context_BNL, own_NM.expand(B, N, N * K)], dim=-1)
     mask = visible.repeat_interleave(K, dim=1).unsqueeze(1)
@@ -64,8 +67,8 @@ def _dense(q, k_block, v_block, k_context, v_context, anchors_BN) -> Tensor:
     return scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=mask).view_as(q)
 
 
-def _split(q, k_block, v_block, k_context, v_context, anchors_BN) -> Tensor:
-    return _SplitAttention.apply(q, k_block, v_block, k_context, v_context, anchors_BN)
+def _split(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN) -> Tensor:
+    return _SplitAttention.apply(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN)
 
 
 class _SplitAttention(torch.autograd.Function):
@@ -78,9 +81,9 @@ class _SplitAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q, k_block, v_block, k_context, v_context, anchors_BN):
+    def forward(ctx: Any, q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN):
         B, H, N, K, E = q.shape
-        visible_BNL = context_visible(anchors_BN, k_context.shape[2])
+        visible_BNL = context_visible(anchors_BN, k_context.shape[2], starts_BN)
         mask = torch.zeros(visible_BNL.shape, dtype=q.dtype).masked_fill_(
             ~visible_BNL, float("-inf")
         )
@@ -121,4 +124,4 @@ class _SplitAttention(torch.autograd.Function):
             own(grad_rows), own(q_rows), keys, values, own(out), own(lse), 0.0, False
         )
         dq_b, dk_b, dv_b = (t.view(B, N, H, K, E).transpose(1, 2) for t in parts)
-        return dq_c.view_as(q) + dq_b, dk_b, dv_b, dk_c, dv_c, None
+        return dq_c.view_as(q) + dq_b, dk_b, dv_b, dk_c, dv_c, None, None

@@ -1,7 +1,9 @@
 """Blocks of a draft: where they start, where they stand, what they are asked and what counts.
 
 A block is one anchor (slot 0: a committed, clean token) and K-1 mask slots; slot k predicts the
-token at its own position, `anchor + k`. Everything is at absolute positions.
+token at its own position, `anchor + k`. Everything is at absolute positions of the row. Where a row
+is packed from several documents, a block belongs to one of them and knows its span: nothing outside
+it is seen, asked or counted, and rotary positions count from its start.
 
 Shapes: B batch, S sequence, N blocks per sequence, K block size, D hidden.
 """
@@ -9,40 +11,76 @@ Shapes: B batch, S sequence, N blocks per sequence, K block size, D hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class Documents(NamedTuple):
+    """The documents of packed rows: for each token its document's first position, and sample id.
+
+    Padding is a document of its own, with the id -1.
+    """
+
+    starts_BS: Tensor
+    sample_ids_BS: Tensor
+
+    @property
+    def ends_BS(self) -> Tensor:
+        """The position behind the last one of each token's document."""
+        length = self.starts_BS.shape[1]
+        index_S = torch.arange(length, device=self.starts_BS.device)
+        later_BS = torch.where(self.starts_BS == index_S, index_S, length)[:, 1:]
+        later_BS = torch.nn.functional.pad(later_BS, (0, 1), value=length)
+        return later_BS.flip(-1).cummin(-1).values.flip(-1)
+
+
 @dataclass(frozen=True)
 class Anchors:
-    """Where the blocks of a sequence start; invalid ones keep their place, so shapes are fixed."""
+    """Where the blocks of a sequence start; invalid ones keep their place, so shapes are fixed.
+
+    `starts_BN` and `ends_BN` span each block's document in a packed row; None where a row is one
+    document.
+    """
 
     positions_BN: Tensor
     valid_BN: Tensor
+    starts_BN: Tensor | None = None
+    ends_BN: Tensor | None = None
 
     def take(self, count: int) -> Anchors:
         """The first `count` blocks. Anchors are in random order, so this is a random subset."""
-        return Anchors(self.positions_BN[:, :count], self.valid_BN[:, :count])
+        parts = (self.positions_BN, self.valid_BN, self.starts_BN, self.ends_BN)
+        return Anchors(*(None if part is None else part[:, :count] for part in parts))  # type: ignore[arg-type]
 
 
 def draw_anchors(
-    loss_mask_BS: Tensor, sample_ids_B: Tensor, num_anchors: int, *, seed: int, step: int
+    loss_mask_BS: Tensor,
+    sample_ids_B: Tensor,
+    num_anchors: int,
+    *,
+    seed: int,
+    step: int,
+    documents: Documents | None = None,
 ) -> Anchors:
     """Draw anchors uniformly without replacement among the positions that can be one.
 
     A position can be an anchor when it and the next one are supervised, so that the first draft of
     every block has a label. The order is random and depends on (seed, step, sample id) only: not on
-    the global random state, the batch's composition or the number of processes.
+    the global random state, the batch's composition or the number of processes. Documents of a
+    packed row keep the order they have alone, and share the row's anchors by chance.
     """
     eligible_BS = loss_mask_BS.clone()
     eligible_BS[:, :-1] &= loss_mask_BS[:, 1:]
     eligible_BS[:, -1] = False
     width = loss_mask_BS.shape[1]
-    rows = [
-        torch.rand(width, generator=_generator(seed, step, sample_id), dtype=torch.float64)
-        for sample_id in sample_ids_B.tolist()
-    ]
+    if documents is None:
+        rows = [_keys(seed, step, sample_id, width) for sample_id in sample_ids_B.tolist()]
+    else:
+        starts_BS = documents.starts_BS
+        eligible_BS[:, :-1] &= starts_BS[:, :-1] == starts_BS[:, 1:]
+        rows = _document_keys(documents, seed, step)
     keys_BS = torch.stack(rows).to(loss_mask_BS.device).masked_fill(~eligible_BS, 2.0)
     keys_BN, positions_BN = keys_BS.sort(dim=-1)
     valid_BN = keys_BN < 2.0
@@ -50,8 +88,27 @@ def draw_anchors(
     if missing > 0:
         positions_BN = torch.nn.functional.pad(positions_BN, (0, missing))
         valid_BN = torch.nn.functional.pad(valid_BN, (0, missing))
-    positions_BN, valid_BN = positions_BN[:, :num_anchors], valid_BN[:, :num_anchors]
-    return Anchors(positions_BN.masked_fill(~valid_BN, 0), valid_BN)
+    valid_BN = valid_BN[:, :num_anchors]
+    positions_BN = positions_BN[:, :num_anchors].masked_fill(~valid_BN, 0)
+    if documents is None:
+        return Anchors(positions_BN, valid_BN)
+    spans = (each.gather(1, positions_BN) for each in (documents.starts_BS, documents.ends_BS))
+    return Anchors(positions_BN, valid_BN, *spans)
+
+
+def _keys(seed: int, step: int, sample_id: int, length: int) -> Tensor:
+    """The order of a document's positions; a longer document begins with the same numbers."""
+    return torch.rand(length, generator=_generator(seed, step, sample_id), dtype=torch.float64)
+
+
+def _document_keys(documents: Documents, seed: int, step: int) -> list[Tensor]:
+    """The same for the documents of each packed row, one after the other."""
+    rows = []
+    for starts_S, ids_S in zip(*(each.cpu() for each in documents), strict=True):
+        starts, lengths = torch.unique_consecutive(starts_S, return_counts=True)
+        spans = zip(ids_S[starts].tolist(), lengths.tolist(), strict=True)
+        rows.append(torch.cat([_keys(seed, step, sample_id, n) for sample_id, n in spans]))
+    return rows
 
 
 def _generator(seed: int, step: int, sample_id: int) -> torch.Generator:
@@ -65,12 +122,19 @@ def slot_positions(anchors_BN: Tensor, block_size: int) -> Tensor:
     return anchors_BN.unsqueeze(-1) + torch.arange(block_size, device=anchors_BN.device)
 
 
-def gather_slots(values_BS: Tensor, anchors_BN: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """`values` at each slot's position, `[B, N, K]`, and whether that position exists."""
+def gather_slots(
+    values_BS: Tensor, anchors_BN: Tensor, block_size: int, ends_BN: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`values` at each slot's position, `[B, N, K]`, and whether that position exists.
+
+    Args:
+        ends_BN: where each block's document ends; by default with the row.
+    """
     positions_BNK = slot_positions(anchors_BN, block_size)
     length = values_BS.shape[1]
     index = positions_BNK.clamp(max=length - 1).flatten(1)
-    return values_BS.gather(1, index).view_as(positions_BNK), positions_BNK < length
+    end = length if ends_BN is None else ends_BN.unsqueeze(-1)
+    return values_BS.gather(1, index).view_as(positions_BNK), positions_BNK < end
 
 
 def slot_labels(
@@ -78,9 +142,11 @@ def slot_labels(
 ) -> tuple[Tensor, Tensor]:
     """Labels of slots 1..K-1 and whether each is supervised, both `[B, N, K-1]`.
 
-    A slot counts when its block is valid and its position is supervised and inside the sequence.
+    A slot counts when its block is valid and its position is supervised and inside the document.
     """
-    labels_BNK, inside_BNK = gather_slots(input_ids_BS, anchors.positions_BN, block_size)
+    labels_BNK, inside_BNK = gather_slots(
+        input_ids_BS, anchors.positions_BN, block_size, anchors.ends_BN
+    )
     mask_BNK, _ = gather_slots(loss_mask_BS, anchors.positions_BN, block_size)
     supervised_BNK = mask_BNK & inside_BNK & anchors.valid_BN.unsqueeze(-1)
     return labels_BNK[..., 1:], supervised_BNK[..., 1:]
@@ -92,13 +158,17 @@ def next_anchors(
     """Anchors of the next rollout round: `A' = A + a + 1`, the position of the bonus token.
 
     A block ends its rollout (becomes invalid) when every draft was accepted, since nothing is left
-    to relay, and when A' or the position after it is not supervised.
+    to relay, and when A' or the position after it is not supervised or not of the document.
     """
     moved_BN = anchors.positions_BN + num_accepted_BN + 1
-    pair_BN2, inside_BN2 = gather_slots(loss_mask_BS, moved_BN, 2)
+    pair_BN2, inside_BN2 = gather_slots(loss_mask_BS, moved_BN, 2, anchors.ends_BN)
     rejected_BN = num_accepted_BN < block_size - 1
     valid_BN = anchors.valid_BN & rejected_BN & (pair_BN2 & inside_BN2).all(-1)
-    return Anchors(moved_BN.masked_fill(~valid_BN, 0), valid_BN)
+    spans = (
+        None if each is None else each.masked_fill(~valid_BN, 0)
+        for each in (anchors.starts_BN, anchors.ends_BN)
+    )
+    return Anchors(moved_BN.masked_fill(~valid_BN, 0), valid_BN, *spans)
 
 
 def slot_inputs(

@@ -35,10 +35,14 @@ def embed_blocks(
 
 
 def draft_hidden(
-    drafter: Drafter, x_BNKD: Tensor, context: list[ContextKV], anchors_BN: Tensor
+    drafter: Drafter,
+    x_BNKD: Tensor,
+    context: list[ContextKV],
+    anchors_BN: Tensor,
+    starts_BN: Tensor | None = None,
 ) -> Tensor:
     """Hidden states of slots 1..K-1, `[B, N, K-1, D]`, ready for the target's head."""
-    return drafter(x_BNKD, context, anchors_BN)[..., 1:, :]
+    return drafter(x_BNKD, context, anchors_BN, starts_BN=starts_BN)[..., 1:, :]
 
 
 def draft_tokens(
@@ -47,7 +51,8 @@ def draft_tokens(
     x_BNKD: Tensor,
     context: list[ContextKV],
     anchors_BN: Tensor,
+    starts_BN: Tensor | None = None,
 ) -> Tensor:
     """Greedy drafts of slots 1..K-1, `[B, N, K-1]`, from one drafter forward."""
-    hidden_BNJD = draft_hidden(drafter, x_BNKD, context, anchors_BN)
+    hidden_BNJD = draft_hidden(drafter, x_BNKD, context, anchors_BN, starts_BN)
     return target.head(hidden_BNJD.to(target.dtype)).argmax(-1)

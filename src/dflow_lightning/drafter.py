@@ -66,6 +66,7 @@ class Attention(nn.Module):
         rope: tuple[Tensor, Tensor],
         anchors_BN: Tensor,
         backend: Backend,
+        starts_BN: Tensor | None,
     ) -> Tensor:
         shape = (*x_BNKD.shape[:-1], -1, self.head_dim)
         q = rotate(self.q_norm(self.q_proj(x_BNKD).view(shape)).movedim(-2, 1), rope)
@@ -73,7 +74,9 @@ class Attention(nn.Module):
             t.repeat_interleave(self.group, dim=1)
             for t in (*self.keys_values(x_BNKD, rope), context.keys, context.values)
         )
-        out = block_attention(q, k_block, v_block, k_context, v_context, anchors_BN, backend)
+        out = block_attention(
+            q, k_block, v_block, k_context, v_context, anchors_BN, backend, starts_BN
+        )
         return self.o_proj(out.movedim(1, -2).flatten(-2))
 
 
@@ -101,10 +104,11 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(dims)
 
     def forward(
-        self, x_BNKD: Tensor, context: ContextKV, rope, anchors_BN: Tensor, backend: Backend
-    ) -> Tensor:
+        self, x_BNKD: Tensor, context: ContextKV, rope, anchors_BN: Tensor, backend: Backend,
+        starts_BN: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         normed_BNKD = self.input_layernorm(x_BNKD)
-        x_BNKD = x_BNKD + self.self_attn(normed_BNKD, context, rope, anchors_BN, backend)
+        x_BNKD = x_BNKD + self.self_attn(normed_BNKD, context, rope, anchors_BN, backend, starts_BN)
         return x_BNKD + self.mlp(self.post_attention_layernorm(x_BNKD))
 
 
@@ -151,7 +155,7 @@ class Drafter(nn.Module):
 
     def forward(
         self, x_BNKD: Tensor, context: list[ContextKV], anchors_BN: Tensor,
-        backend: Backend = "auto",
+        backend: Backend = "auto", starts_BN: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Hidden states of every slot, `[B, N, K, D]`, ready for the target's head.
 
@@ -159,10 +163,13 @@ class Drafter(nn.Module):
             x_BNKD: slot inputs: the anchor's embedding, then mask embeddings with or without relay.
             context: from `context_kv`; positions at or after a block's anchor are not seen.
             anchors_BN: absolute position of slot 0.
+            starts_BN: where each block's document begins in a packed row: what is before is not
+                seen, and rotary positions count from there.
         """
-        rope = self.rope(slot_positions(anchors_BN, x_BNKD.shape[2]), x_BNKD.dtype)
+        first_BN = anchors_BN if starts_BN is None else anchors_BN - starts_BN
+        rope = self.rope(slot_positions(first_BN, x_BNKD.shape[2]), x_BNKD.dtype)
         for layer, layer_context in zip(self.layers, context, strict=True):
-            arguments = (x_BNKD, layer_context, rope, anchors_BN, backend)
+            arguments = (x_BNKD, layer_context, rope, anchors_BN, backend, starts_BN)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x_BNKD = checkpoint(
                     layer, *arguments, use_reentrant=False, preserve_rng_state=False

@@ -113,8 +113,9 @@ class DrafterModule(LightningModule):
         inputs = clean_forward(self.target, batch, layer_ids, extra_slots, up_to_head=up_to_head)
         step = self.global_step if self.training else 0
         anchors = draw_anchors(
-            batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors, seed=self.seed, step=step
-        )
+            batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors,
+            seed=self.seed, step=step, documents=batch.documents,
+        )  # fmt: skip
         inputs.rounds.append(Round(anchors))
         return inputs
 
@@ -164,9 +165,12 @@ class DrafterModule(LightningModule):
         context = self.drafter.context_kv(
             self.drafter.project(inputs.taps_BSC), inputs.positions_BS
         )
-        anchors_BN = torch.cat([r.anchors.positions_BN for r in inputs.rounds], dim=1)
+        all_anchors = [r.anchors for r in inputs.rounds]
+        anchors_BN = torch.cat([a.positions_BN for a in all_anchors], dim=1)
+        starts = [a.starts_BN for a in all_anchors if a.starts_BN is not None]  # of packed rows
+        starts_BN = torch.cat(starts, dim=1) if starts else None
         x_BNKD = torch.cat([self.round_inputs(inputs.batch, r) for r in inputs.rounds], dim=1)
-        return self.drafter(x_BNKD, context, anchors_BN)
+        return self.drafter(x_BNKD, context, anchors_BN, starts_BN=starts_BN)
 
     def _round_sums(self, inputs: StepInputs, hidden_BNKD: Tensor) -> Tensor:
         """Per round: weighted loss, weight, accepted drafts and valid blocks, `[R, 4]`."""

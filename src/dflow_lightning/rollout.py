@@ -82,9 +82,15 @@ class StepInputs:
 
     @property
     def positions_BS(self) -> Tensor:
-        """Absolute positions of the clean tokens."""
-        ids_BS = self.batch.input_ids_BS
-        return torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+        """Positions of the clean tokens in their documents."""
+        return clean_positions(self.batch)
+
+
+def clean_positions(batch: Batch) -> Tensor:
+    """Position of each token in its document, `[B, S]`."""
+    ids_BS = batch.input_ids_BS
+    index_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+    return index_BS if batch.documents is None else index_BS - batch.documents.starts_BS
 
 
 @torch.no_grad()
@@ -103,12 +109,15 @@ def clean_forward(
     """
     ids_BS = batch.input_ids_BS
     B, S = ids_BS.shape
-    positions_S = torch.arange(S, device=ids_BS.device)
     cache = target.new_cache(S + extra_slots)
     slots_L = torch.arange(S + extra_slots, device=ids_BS.device)
-    visible_BQL = (slots_L <= positions_S.unsqueeze(1)).expand(B, S, -1)
-    positions_BS = positions_S.expand(B, S)
-    arguments = (ids_BS, positions_BS, cache, positions_BS, visible_BQL, target_layer_ids)
+    slots_BS = slots_L[:S].expand(B, S)
+    visible_BQL = slots_L <= slots_BS.unsqueeze(-1)
+    if batch.documents is not None:
+        visible_BQL = visible_BQL & (slots_L >= batch.documents.starts_BS.unsqueeze(-1))
+    arguments = (
+        ids_BS, clean_positions(batch), cache, slots_BS, visible_BQL, target_layer_ids
+    )  # fmt: skip
     taps_BSC = target.forward(*arguments).taps_BQC if up_to_head else target.features(*arguments)
     return StepInputs(batch, taps_BSC, cache)
 
@@ -118,8 +127,9 @@ class BlockLayout:
     """How the blocks of a rollout stand in the target: positions, cache slots and visibility.
 
     All blocks go through in one forward, each behind the clean sequence in the cache. A block sees
-    the clean sequence before its anchor and itself up to each token, so row 0 repeats the clean
-    forward at the anchor and rows 1..K-1 stand on the drafted branch.
+    the clean sequence before its anchor, as far as it is of its document, and itself up to each
+    token, so row 0 repeats the clean forward at the anchor and rows 1..K-1 stand on the drafted
+    branch.
     """
 
     positions_BQ: Tensor
@@ -128,16 +138,29 @@ class BlockLayout:
 
     @classmethod
     def behind(
-        cls, clean_length: int, capacity: int, anchors_BN: Tensor, block_size: int
+        cls,
+        clean_length: int,
+        capacity: int,
+        anchors_BN: Tensor,
+        block_size: int,
+        starts_BN: Tensor | None = None,
     ) -> "BlockLayout":
-        """Blocks at `anchors_BN`, written after `clean_length` slots of a cache of `capacity`."""
+        """Blocks at `anchors_BN`, written after `clean_length` slots of a cache of `capacity`.
+
+        Args:
+            starts_BN: where each block's document begins in a packed row.
+        """
         B, N = anchors_BN.shape
         slots_L = torch.arange(capacity, device=anchors_BN.device)
         own_NK = clean_length + torch.arange(N * block_size, device=anchors_BN.device).view(N, -1)
         own_NKL = (slots_L >= own_NK[:, :1, None]) & (slots_L <= own_NK.unsqueeze(-1))
         context_BNL = slots_L < anchors_BN.unsqueeze(-1)
+        first_BN = anchors_BN
+        if starts_BN is not None:
+            context_BNL &= slots_L >= starts_BN.unsqueeze(-1)
+            first_BN = anchors_BN - starts_BN
         return cls(
-            slot_positions(anchors_BN, block_size).flatten(1),
+            slot_positions(first_BN, block_size).flatten(1),
             own_NK.flatten().expand(B, -1),
             (context_BNL.unsqueeze(2) | own_NKL).flatten(1, 2),
         )
@@ -170,7 +193,9 @@ class Rollout:
         K, anchors = dims.block_size, current.anchors
         anchor_ids_BN = batch.input_ids_BS.gather(1, anchors.positions_BN)
         x_BNKD = current.embed(batch, self.target, self.drafter, self.relay)
-        drafts_BNK = draft_tokens(self.target, self.drafter, x_BNKD, context, anchors.positions_BN)
+        drafts_BNK = draft_tokens(
+            self.target, self.drafter, x_BNKD, context, anchors.positions_BN, anchors.starts_BN
+        )
         labels_BNK, supervised_BNK = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
 
         chosen_BNK = labels_BNK.masked_fill(~supervised_BNK, -1)
@@ -179,7 +204,7 @@ class Rollout:
             self.relay is not None and self.mode in ("online", "teacher_forced")
         ):
             ids_BNK = torch.cat([anchor_ids_BN.unsqueeze(-1), drafts_BNK], dim=-1)
-            taps_BNKC, argmax_BNK = self.verify(inputs, ids_BNK, anchors.positions_BN)
+            taps_BNKC, argmax_BNK = self.verify(inputs, ids_BNK, anchors)
             chosen_BNK = chosen_BNK if argmax_BNK is None else argmax_BNK[..., :-1]
         num_accepted_BN = accept(drafts_BNK, chosen_BNK)
         following = next_anchors(anchors, num_accepted_BN, batch.loss_mask_BS, K)
@@ -187,7 +212,7 @@ class Rollout:
             return Round(following)
 
         if taps_BNKC is None:
-            taps_BNKC = self._clean_rows(inputs.taps_BSC, anchors.positions_BN, K)
+            taps_BNKC = self._clean_rows(inputs.taps_BSC, anchors, K)
         aligned_BNKC, valid_BNK = align(
             taps_BNKC, num_accepted_BN, K, first_rejected=self.first_rejected
         )
@@ -198,12 +223,14 @@ class Rollout:
 
     @torch.no_grad()
     def verify(
-        self, inputs: StepInputs, ids_BNK: Tensor, anchors_BN: Tensor
+        self, inputs: StepInputs, ids_BNK: Tensor, anchors: Anchors
     ) -> tuple[Tensor, Tensor | None]:
         """One target forward over all drafted blocks: taps, and argmax if that is the reference."""
         K, layer_ids = ids_BNK.shape[-1], self.drafter.dims.target_layer_ids
         length = inputs.batch.input_ids_BS.shape[1]
-        layout = BlockLayout.behind(length, inputs.cache.capacity, anchors_BN, K)
+        layout = BlockLayout.behind(
+            length, inputs.cache.capacity, anchors.positions_BN, K, anchors.starts_BN
+        )
         arguments = (
             ids_BNK.flatten(1),
             layout.positions_BQ,
@@ -223,9 +250,12 @@ class Rollout:
         return output.taps_BQC.unflatten(1, shape), chosen_BQ.unflatten(1, shape)
 
     @staticmethod
-    def _clean_rows(taps_BSC: Tensor, anchors_BN: Tensor, block_size: int) -> Tensor:
+    def _clean_rows(taps_BSC: Tensor, anchors: Anchors, block_size: int) -> Tensor:
         """Rows of the clean forward at the blocks' positions: a path that inference never sees."""
-        index_BNK = slot_positions(anchors_BN, block_size).clamp(max=taps_BSC.shape[1] - 1)
+        index_BNK = slot_positions(anchors.positions_BN, block_size)
+        index_BNK = index_BNK.clamp(max=taps_BSC.shape[1] - 1)
+        if anchors.ends_BN is not None:  # what stands behind is another document's
+            index_BNK = index_BNK.minimum((anchors.ends_BN - 1).clamp(min=0).unsqueeze(-1))
         batch_index = torch.arange(taps_BSC.shape[0], device=taps_BSC.device)[:, None, None]
         return taps_BSC[batch_index, index_BNK]
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from dflow_lightning.blocks import Documents
 from dflow_lightning.data.template import EncodedRow
 from dflow_lightning.errors import InputError
 
@@ -23,11 +24,15 @@ POOL_BATCHES = 64  # rows are sorted by length within pools of this many batches
 
 
 class Batch(NamedTuple):
-    """Rows of like length, padded on the right: int64 ids, and a bool mask, false on padding."""
+    """Rows of like length, padded on the right: int64 ids, and a bool mask, false on padding.
+
+    A packed row holds several documents; its sample id is that of the first one.
+    """
 
     input_ids_BS: Tensor
     loss_mask_BS: Tensor
     sample_ids_B: Tensor
+    documents: Documents | None = None
 
 
 @dataclass(frozen=True)
