@@ -80,7 +80,8 @@ def test_the_option_reaches_the_drafter(tiny_target_dir):
         module.objective(module.begin_step(uneven_batch()))
 
 
-def test_what_the_loss_keeps_does_not_depend_on_vocabulary_or_chunks():
+@pytest.mark.parametrize("fast", [False, True])
+def test_what_the_loss_keeps_does_not_depend_on_vocabulary_or_chunks(fast):
     torch.manual_seed(0)
     hidden = torch.randn(2, 12, 3, 8, requires_grad=True)
     kept = {}
@@ -89,7 +90,7 @@ def test_what_the_loss_keeps_does_not_depend_on_vocabulary_or_chunks():
         labels = torch.randint(0, vocabulary, (2, 12, 3))
         for chunk in (1, 5, 24):
             with Kept(head) as saved:
-                token_losses(hidden, labels, head, chunk)
+                token_losses(hidden, labels, head, chunk, head.weight if fast else None)
             kept[vocabulary, chunk] = saved.bytes
     assert len(set(kept.values())) == 1
     assert kept[16, 1] <= hidden.nbytes + labels.nbytes
@@ -125,3 +126,16 @@ def test_a_rollout_reads_the_drafted_tokens_and_no_clean_one_again(step):
     hook.remove()
     rows, length = batch.input_ids_BS.shape
     assert [ids.shape for ids in lengths] == [(rows, length), (rows, 16), (rows, 16)]
+
+
+def test_drafting_never_holds_more_logits_than_a_chunk(step, monkeypatch):
+    module, batch = step
+    whole = with_rounds(module, batch).rounds[1:]
+    sizes = []
+    head = module.target.head
+    monkeypatch.setattr("dflow_lightning.draft.CHUNK_BYTES", 5 * 3 * 320 * 4)  # 5 blocks
+    monkeypatch.setattr(module.target, "head", lambda part: sizes.append(len(part)) or head(part))
+    in_parts = with_rounds(module, batch).rounds[1:]
+    assert sizes == [5, 5, 5, 1] * 2  # 4 rows of 4 blocks, twice
+    for one, other in zip(whole, in_parts, strict=True):
+        assert torch.equal(one.relay.rejected_BN, other.relay.rejected_BN)
