@@ -54,7 +54,9 @@ def measure(shape: Shape, repeats: int) -> dict[str, list[Step]]:
 
 def main(repeats: int, only: str | None) -> int:
     """Print the table; returns the exit status."""
-    print("processor seconds a step      peer  DFlash   DFlow |  with the clean forward: DFlash DFlow")
+    print(
+        "processor seconds a step      peer  DFlash   DFlow |  with the clean forward: DFlash DFlow"
+    )
     faster, dearer, dearer_alone = {}, {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for shape in shapes(Path(folder)):

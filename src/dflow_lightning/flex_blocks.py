@@ -111,7 +111,8 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _whole_tiles(length: int) -> int:
-    return max(1, -(-length // TILE)) * TILE
+    # Two at least: a kernel for one tile would be compiled apart.
+    return max(2, -(-length // TILE)) * TILE
 
 
 def _padded(x: Tensor, length: int) -> Tensor:
