@@ -11,7 +11,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
     {"errors", "atomic"},
-    {"acceptance", "attention", "blocks", "loss", "metrics"},
+    {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics"},
     {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
     {"draft", "drafter_folder", "integrity", "rollout", "decode", "data", "tap_fingerprint"},
     {"module", "optimizer"},

@@ -1,22 +1,28 @@
 """Attention of draft blocks: every block sees the context before its anchor and its own slots.
 
 Scores against other blocks are never part of the result. Two formulations give the same numbers:
-`dense` puts context and blocks behind one boolean mask; `split` attends to the context and to the
-own block apart and merges the two by their log-sum-exp, so that no work is spent on other blocks.
+`dense` puts context and blocks behind one boolean mask. Two others spend no work on other blocks:
+`split` attends to the context and to the own block apart and merges the two by their log-sum-exp,
+on a CPU; `flex` leaves out whole tiles of scores, on a GPU.
 
-Shapes: B batch, N blocks per sequence, K block size, L context length, H heads, E head size; keys
-and values have one head per query head already.
+Shapes: B batch, N blocks per sequence, K block size, L context length, H/G query/key-value heads, E
+head size.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-Backend = Literal["auto", "dense", "split"]
+from dflow_lightning.errors import InputError
+from dflow_lightning.flex_blocks import flex_blocks
+
+Backend = Literal["auto", "dense", "split", "flex"]
+DENSE_MASK_LIMIT = 2**30  # bytes
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -29,24 +35,76 @@ def block_attention(
     """Attend from each block to `context < anchor` and to the block itself, non-causally.
 
     Args:
-        q, k_block, v_block: `[B, H, N, K, E]`.
-        k_context, v_context: `[B, H, L, E]`; column l holds absolute position l.
+        q: `[B, H, N, K, E]`.
+        k_block, v_block: `[B, G, N, K, E]`.
+        k_context, v_context: `[B, G, L, E]`; column l holds absolute position l.
         anchors_BN: context length of each block: position l is visible when l < anchor, strictly,
             because the feature at the anchor does not exist yet when the block is drafted.
         starts_BN: first visible position of each block, where a row holds several documents.
 
     Returns:
         `[B, H, N, K, E]`.
+
+    Raises:
+        InputError: `dense` would need a mask above 1 GiB.
     """
-    if backend == "auto":
-        # One block has no neighbours to waste work on; elsewhere the split needs the CPU kernel.
-        backend = (
-            "split"
-            if q.device.type == "cpu" and q.shape[2] > 1 and q.dtype != torch.float64
-            else "dense"
-        )
+    backend = choose(backend, q.shape[2], q.device, q.dtype)
+    if backend == "flex":
+        found = _flex(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN)
+        if found is not None:
+            return found
+    group = q.shape[1] // k_block.shape[1]
+    k_block, v_block, k_context, v_context = (
+        t.repeat_interleave(group, dim=1) for t in (k_block, v_block, k_context, v_context)
+    )
     attend = _split if backend == "split" else _dense
     return attend(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN)
+
+
+def choose(
+    backend: Backend, num_blocks: int, device: torch.device, dtype: torch.dtype
+) -> Literal["dense", "split", "flex"]:
+    """What `auto` stands for: `flex` on a GPU, `split` on a CPU, `dense` for a single block.
+
+    Raises:
+        InputError: `split` is asked for where its kernel does not run.
+    """
+    # A single block has no neighbours to waste work on.
+    splits = device.type == "cpu" and dtype != torch.float64
+    if backend == "auto":
+        if num_blocks == 1:
+            return "dense"
+        return "split" if splits else "flex" if device.type == "cuda" else "dense"
+    if backend == "split" and not splits:
+        raise InputError(
+            f"model.attention is split, which runs on a CPU in float32 and less, not on "
+            f"{device.type} in {dtype}; set it to auto"
+        )
+    return backend
+
+
+_flex_works = True
+
+
+def _flex(*arguments) -> Tensor | None:
+    """flex_attention, or None where its kernel does not fit the GPU; that is said once."""
+    global _flex_works
+    if not _flex_works:
+        return None
+    try:
+        return flex_blocks(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if "out of resource" not in str(error).lower():
+            raise
+        _flex_works = False
+        warnings.warn(
+            f"flex_attention does not run on this GPU ({str(error).splitlines()[0][:120]}); "
+            "attention goes on with a dense mask",
+            stacklevel=2,
+        )
+        return None
 
 
 def context_visible(anchors_BN: Tensor, length: int, starts_BN: Tensor | None = None) -> Tensor:
@@ -58,6 +116,14 @@ def context_visible(anchors_BN: Tensor, length: int, starts_BN: Tensor | None = 
 
 def _dense(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN) -> Tensor:
     B, _, N, K, _ = q.shape
+    if N > 1:
+        size = B * N * K * (k_context.shape[2] + N * K) * q.element_size()
+        if size > DENSE_MASK_LIMIT:
+            raise InputError(
+                f"model.attention is dense, and a mask of {B} x {N} blocks takes "
+                f"{size / 2**30:.1f} GiB; set it to auto, or lower model.num_anchors or "
+                "data.batch_size"
+            )
     context_BNL = context_visible(anchors_BN, k_context.shape[2], starts_BN)
     own_NM = torch.eye(N, dtype=torch.bool, device=q.device).repeat_interleave(K, dim=1)
     visible = torch.cat([context_BNL, own_NM.expand(B, N, N * K)], dim=-1)
@@ -83,15 +149,9 @@ class _SplitAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN):
         B, H, N, K, E = q.shape
-        visible_BNL = context_visible(anchors_BN, k_context.shape[2], starts_BN)
-        mask = torch.zeros(visible_BNL.shape, dtype=q.dtype).masked_fill_(
-            ~visible_BNL, float("-inf")
-        )
-        mask = mask.repeat_interleave(K, dim=1).unsqueeze(1)
+        mask, empty = _additive_mask(q, k_context.shape[2], anchors_BN, starts_BN)
         # A block without context would be a row without keys: let it see all, then weigh it zero.
-        empty_BN = ~visible_BNL.any(-1)
-        empty = empty_BN.repeat_interleave(K, dim=1)[:, None, :]
-        forward_mask = mask.masked_fill(empty.unsqueeze(-1), 0.0) if empty_BN.any() else mask
+        forward_mask = mask.masked_fill(empty.unsqueeze(-1), 0.0) if empty.any() else mask
         q_rows = q.reshape(B, H, N * K, E)
         out_c, lse_c = _flash(q_rows, k_context, v_context, attn_mask=forward_mask)
         own = [t.transpose(1, 2).reshape(B * N, H, K, E) for t in (q, k_block, v_block)]
@@ -100,14 +160,19 @@ class _SplitAttention(torch.autograd.Function):
         out_b = out_b.view(B, N, H, K, E).transpose(1, 2).reshape(B, H, N * K, E)
         lse_b = lse_b.view(B, N, H, K).transpose(1, 2).reshape(B, H, N * K, 1)
         lse = torch.logaddexp(lse_c, lse_b)
-        out = out_c * (lse_c - lse).exp() + out_b * (lse_b - lse).exp()
-        ctx.save_for_backward(q, k_block, v_block, k_context, v_context, mask, out, lse.squeeze(-1))
+        # The log-sum-exps are float32, whatever the inputs are.
+        out = (out_c * (lse_c - lse).exp() + out_b * (lse_b - lse).exp()).to(q.dtype)
+        inputs = (q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN)
+        ctx.save_for_backward(*inputs, out, lse.squeeze(-1))
         return out.view(B, H, N, K, E)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
-        q, k_block, v_block, k_context, v_context, mask, out, lse = ctx.saved_tensors
+        q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, out, lse = (
+            ctx.saved_tensors
+        )
         B, H, N, K, E = q.shape
+        mask, _ = _additive_mask(q, k_context.shape[2], anchors_BN, starts_BN)
         grad_rows = gradients[0].reshape(B, H, N * K, E)
         q_rows = q.reshape(B, H, N * K, E)
         dq_c, dk_c, dv_c = _flash_backward(
@@ -124,3 +189,15 @@ class _SplitAttention(torch.autograd.Function):
         )
         dq_b, dk_b, dv_b = (t.view(B, N, H, K, E).transpose(1, 2) for t in parts)
         return dq_c.view_as(q) + dq_b, dk_b, dv_b, dk_c, dv_c, None, None
+
+
+def _additive_mask(q, length: int, anchors_BN, starts_BN) -> tuple[Tensor, Tensor]:
+    """Zero or minus infinity, `[B, 1, N*K, L]`, and rows that see nothing, `[B, 1, N*K]`."""
+    visible_BNL = context_visible(anchors_BN, length, starts_BN)
+    mask = q.new_zeros(visible_BNL.shape).masked_fill_(~visible_BNL, float("-inf"))
+    empty_BN = ~visible_BNL.any(-1)
+    K = q.shape[3]
+    return (
+        mask.repeat_interleave(K, dim=1).unsqueeze(1),
+        empty_BN.repeat_interleave(K, dim=1).unsqueeze(1),
+    )

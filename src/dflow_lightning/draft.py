@@ -5,10 +5,12 @@ Shapes: B batch, N blocks per sequence, K block size, D hidden.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dflow_lightning.blocks import slot_inputs
 from dflow_lightning.drafter import ContextKV, Drafter
+from dflow_lightning.loss import CHUNK_BYTES, blocks_within
 from dflow_lightning.relay import Relay, RelayInput
 from dflow_lightning.target import FrozenTarget
 
@@ -55,4 +57,12 @@ def draft_tokens(
 ) -> Tensor:
     """Greedy drafts of slots 1..K-1, `[B, N, K-1]`, from one drafter forward."""
     hidden_BNJD = draft_hidden(drafter, x_BNKD, context, anchors_BN, starts_BN)
-    return target.head(hidden_BNJD.to(target.dtype)).argmax(-1)
+    return greedy_tokens(target, hidden_BNJD)
+
+
+def greedy_tokens(target: FrozenTarget, hidden_BNJD: Tensor) -> Tensor:
+    """The target's greedy choice for each hidden state, `[B, N, J]`, never holding all logits."""
+    hidden = hidden_BNJD.flatten(0, 1)
+    size = blocks_within(CHUNK_BYTES, hidden.shape[1], target.vocab_size)
+    chosen = [target.head(part.to(target.dtype)).argmax(-1) for part in hidden.split(size)]
+    return torch.cat(chosen).view(hidden_BNJD.shape[:-1])

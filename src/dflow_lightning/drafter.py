@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflow_lightning.attention import Backend, block_attention
+from dflow_lightning.attention import Backend, block_attention, choose
 from dflow_lightning.blocks import slot_positions
 from dflow_lightning.dims import DrafterDims
 from dflow_lightning.target import FrozenTarget
@@ -42,7 +43,6 @@ class Attention(nn.Module):
     def __init__(self, dims: DrafterDims) -> None:
         super().__init__()
         self.head_dim = dims.head_dim
-        self.group = dims.num_attention_heads // dims.num_key_value_heads
         query = dims.num_attention_heads * dims.head_dim
         key = dims.num_key_value_heads * dims.head_dim
         self.q_proj = nn.Linear(dims.hidden_size, query, bias=False)
@@ -69,12 +69,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         shape = (*x_BNKD.shape[:-1], -1, self.head_dim)
         q = rotate(self.q_norm(self.q_proj(x_BNKD).view(shape)).movedim(-2, 1), rope)
-        k_block, v_block, k_context, v_context = (
-            t.repeat_interleave(self.group, dim=1)
-            for t in (*self.keys_values(x_BNKD, rope), context.keys, context.values)
-        )
+        k_block, v_block = self.keys_values(x_BNKD, rope)
         out = block_attention(
-            q, k_block, v_block, k_context, v_context, anchors_BN, backend, starts_BN
+            q, k_block, v_block, context.keys, context.values, anchors_BN, backend, starts_BN
         )
         return self.o_proj(out.movedim(1, -2).flatten(-2))
 
@@ -120,11 +117,19 @@ class ContextKV:
 
 
 class Drafter(nn.Module):
-    """Drafts a block of tokens in one non-causal forward."""
+    """Drafts a block of tokens in one non-causal forward.
+
+    Attributes:
+        gradient_checkpointing: keep only each layer's input for the backward pass, and run the
+            layer once more there: a third more work for a small part of the memory.
+        attention: the formulation that `auto` stands for; see `attention.block_attention`.
+    """
 
     def __init__(self, dims: DrafterDims) -> None:
         super().__init__()
         self.dims = dims
+        self.gradient_checkpointing = False
+        self.attention: Backend = "auto"
         width = len(dims.target_layer_ids) * dims.hidden_size
         self.fc = nn.Linear(width, dims.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
@@ -159,10 +164,25 @@ class Drafter(nn.Module):
             starts_BN: where each block's document begins in a packed row: what is before is not
                 seen, and rotary positions count from there.
         """
+        wanted = self.attention if backend == "auto" else backend
+        backend = choose(wanted, x_BNKD.shape[1], x_BNKD.device, x_BNKD.dtype)
+        order_BN = anchors_BN.argsort(dim=1) if backend == "flex" else None
+        if order_BN is not None:  # neighbours that see as much fill the same tiles of scores
+            x_BNKD = x_BNKD.take_along_dim(order_BN[..., None, None], dim=1)
+            anchors_BN = anchors_BN.gather(1, order_BN)
+            starts_BN = None if starts_BN is None else starts_BN.gather(1, order_BN)
         first_BN = anchors_BN if starts_BN is None else anchors_BN - starts_BN
         rope = self.rope(slot_positions(first_BN, x_BNKD.shape[2]), x_BNKD.dtype)
         for layer, layer_context in zip(self.layers, context, strict=True):
-            x_BNKD = layer(x_BNKD, layer_context, rope, anchors_BN, backend, starts_BN)
+            arguments = (x_BNKD, layer_context, rope, anchors_BN, backend, starts_BN)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x_BNKD = checkpoint(
+                    layer, *arguments, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x_BNKD = layer(*arguments)
+        if order_BN is not None:
+            x_BNKD = x_BNKD.take_along_dim(order_BN.argsort(dim=1)[..., None, None], dim=1)
         return self.norm(x_BNKD)
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -207,7 +227,10 @@ def rope_frequencies(dims: DrafterDims) -> tuple[Tensor, float]:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding in the half-split layout."""
+    """Rotary position embedding in the half-split layout, in the type of `x`.
+
+    Under autocast `x` is bfloat16 and the angles are float32: the rotation is then float32 too.
+    """
     cos, sin = rope
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
 from dflow_lightning.errors import InputError
+
+CHUNK_BYTES = 2**28  # of float32 logits; enough rows for a GPU's matrix product to be worth it
 
 
 @dataclass(kw_only=True)
@@ -25,13 +29,13 @@ class LossConfig:
             (DFlash's values) and linear in the block size between, when left out.
         round_weights: weight of the mask round and of each rollout round; by default their numbers
             of blocks.
-        chunk_blocks: blocks whose logits exist at the same time; logits are recomputed in the
-            backward pass, so memory does not grow with the number of blocks.
+        chunk_blocks: blocks whose logits exist at the same time, by default as many as have 256
+            MiB of them in float32; memory does not grow with the number of blocks.
     """
 
     gamma: float | None = None
     round_weights: list[float] | None = None
-    chunk_blocks: int = 128
+    chunk_blocks: int | None = None
 
     def __post_init__(self) -> None:
         if self.gamma is not None and self.gamma <= 0:
@@ -41,7 +45,7 @@ class LossConfig:
             raise InputError(
                 f"loss.round_weights is {weights}; give numbers of 0 or more, one of them positive"
             )
-        if self.chunk_blocks < 1:
+        if self.chunk_blocks is not None and self.chunk_blocks < 1:
             raise InputError(f"loss.chunk_blocks is {self.chunk_blocks}; give 1 or more")
 
     def decay(self, block_size: int) -> float:
@@ -50,6 +54,17 @@ class LossConfig:
             return self.gamma
         return max(1.0, 4.0 + (block_size - 8) * 3.0 / 8.0)
 
+    def blocks_at_once(self, block_size: int, vocab_size: int) -> int:
+        """Blocks of a chunk, `chunk_blocks` or what fits into `CHUNK_BYTES`."""
+        if self.chunk_blocks is not None:
+            return self.chunk_blocks
+        return blocks_within(CHUNK_BYTES, block_size - 1, vocab_size)
+
+
+def blocks_within(limit: int, slots: int, vocab_size: int) -> int:
+    """Blocks of so many slots whose float32 logits take at most `limit` bytes; 1 or more."""
+    return max(1, limit // (4 * slots * vocab_size))
+
 
 def slot_weights(block_size: int, gamma: float) -> Tensor:
     """Weights of slots 1..K-1: `exp(-(k-1)/gamma)`."""
@@ -57,31 +72,91 @@ def slot_weights(block_size: int, gamma: float) -> Tensor:
 
 
 def token_losses(
-    hidden_BNKD: Tensor, labels_BNK: Tensor, head: Callable[[Tensor], Tensor], chunk_blocks: int
-) -> tuple[Tensor, Tensor]:
+    hidden_BNKD: Tensor, labels_BNK: Tensor, head: Callable[[Tensor], Tensor], chunk_blocks: int,
+    weight_VD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Cross-entropy and greedy prediction of every slot, without ever holding all logits.
 
     Args:
         hidden_BNKD: drafter output of the predicted slots.
         labels_BNK: token ids; those that do not count may be anything inside the vocabulary.
+        head: hidden states to logits.
+        weight_VD: the head's matrix, frozen, where it is nothing more; then no logit is computed
+            twice.
 
     Returns:
         float32 losses and predicted ids, both shaped like the labels.
     """
     hidden = hidden_BNKD.flatten(0, 1)
     labels = labels_BNK.flatten(0, 1)
-    losses, predictions = [], []
-    for start in range(0, hidden.shape[0], chunk_blocks):
-        part = slice(start, start + chunk_blocks)
-        loss, predicted = checkpoint(_chunk, hidden[part], labels[part], head, use_reentrant=False)
-        losses.append(loss)
-        predictions.append(predicted)
-    return torch.cat(losses).view_as(labels_BNK), torch.cat(predictions).view_as(labels_BNK)
+    if weight_VD is not None:
+        losses, predicted = _HeadLoss.apply(hidden, labels, weight_VD, chunk_blocks)
+    else:
+        parts = [
+            checkpoint(_chunk, *part, head, use_reentrant=False)
+            for part in zip(hidden.split(chunk_blocks), labels.split(chunk_blocks), strict=True)
+        ]
+        losses, predicted = (torch.cat(one) for one in zip(*parts, strict=True))
+    return losses.view_as(labels_BNK), predicted.view_as(labels_BNK)
 
 
 def _chunk(
     hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
+    """The slow twin: logits are computed once more in the backward pass."""
     logits = head(hidden).float().flatten(0, 1)
     loss = cross_entropy(logits, labels.flatten(), reduction="none")
     return loss.view_as(labels), logits.detach().argmax(-1).view_as(labels)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Head and cross-entropy chunk by chunk, the gradient computed while the logits are there.
+
+    A token's loss depends on its own hidden state alone, so the gradient for a loss of 1,
+    `(softmax - onehot) W`, is as large as the hidden state and the backward pass only scales it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, labels: Tensor, weight_VD: Tensor, chunk_blocks: int):
+        losses = torch.empty(labels.shape, device=labels.device)
+        predicted = torch.empty_like(labels)
+        unit = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        for start in range(0, hidden.shape[0], chunk_blocks):
+            part = slice(start, start + chunk_blocks)
+            rows_TD = hidden[part].flatten(0, -2).to(weight_VD.dtype)
+            loss_T, predicted_T, unit_TD = _head_loss(
+                rows_TD, labels[part].flatten(), weight_VD, gradient=unit is not None
+            )
+            losses[part] = loss_T.view_as(labels[part])
+            predicted[part] = predicted_T.view_as(labels[part])
+            if unit is not None and unit_TD is not None:
+                unit[part] = unit_TD.view_as(hidden[part])
+        ctx.save_for_backward(unit)
+        ctx.mark_non_differentiable(predicted)
+        return losses, predicted
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor):
+        (unit,) = ctx.saved_tensors
+        return (unit * gradients[0].unsqueeze(-1)).to(unit.dtype), None, None, None
+
+
+def _head_loss(
+    rows_TD: Tensor, labels_T: Tensor, weight_VD: Tensor, *, gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Losses, predictions and unit gradients of one chunk; the softmax is float32 throughout."""
+    labels_T1 = labels_T.unsqueeze(-1)
+    with torch.autocast(rows_TD.device.type, enabled=False):
+        logits_TV = linear(rows_TD, weight_VD).float()
+        top_T1, predicted_T1 = logits_TV.max(dim=-1, keepdim=True)
+        of_label_T1 = logits_TV.gather(-1, labels_T1)
+        # From here the memory of the logits holds what the softmax is made of.
+        exponentials_TV = logits_TV.sub_(top_T1).exp_()
+        total_T1 = exponentials_TV.sum(dim=-1, keepdim=True)
+        losses_T1 = total_T1.log() + top_T1 - of_label_T1
+        unit_TD = None
+        if gradient:
+            exponentials_TV.scatter_add_(-1, labels_T1, -total_T1)
+            unit_TD = (exponentials_TV.to(weight_VD.dtype) @ weight_VD) / total_T1
+    return losses_T1.squeeze(-1), predicted_T1.squeeze(-1), unit_TD

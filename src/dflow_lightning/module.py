@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from dflow_lightning.acceptance import leading_run
+from dflow_lightning.attention import Backend
 from dflow_lightning.blocks import draw_anchors, slot_labels
 from dflow_lightning.data.datamodule import Batch, ChatDataModule
 from dflow_lightning.decode import SpeculativeDecoder
@@ -60,6 +61,8 @@ class DrafterModule(LightningModule):
         loss: LossConfig = LossConfig(),  # noqa: B008
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
         num_anchors: int = 512,
+        gradient_checkpointing: bool = False,
+        attention: Backend = "auto",
         seed: int = 0,
         init: Literal["target", "random"] = "target",
         init_from: str | None = None,
@@ -72,6 +75,10 @@ class DrafterModule(LightningModule):
             loss: the objective.
             optimizer: optimizer and learning-rate schedule.
             num_anchors: mask-round blocks per sequence.
+            gradient_checkpointing: run the drafter's layers again in the backward pass instead of
+                keeping what they computed; less memory, about a third more work in the drafter.
+            attention: how blocks attend: `flex` on a GPU, `split` on a CPU; `dense` needs a mask of
+                all slots by all keys.
             seed: seeds the anchors, together with step and sample id.
             init: start the drafter from copies of target layers, or from random weights.
             init_from: start from an exported drafter or a published DFlash folder.
@@ -88,6 +95,8 @@ class DrafterModule(LightningModule):
         )
         dims = DrafterDims.resolve(drafter, self.target)
         self.drafter = Drafter(dims)
+        self.drafter.gradient_checkpointing = gradient_checkpointing
+        self.drafter.attention = attention
         if init == "target":
             start_from_target(self.drafter, self.target)
         self.relay: Relay | None = None
@@ -176,8 +185,9 @@ class DrafterModule(LightningModule):
         labels_BNK = torch.cat([labels for labels, _ in targets], dim=1)
         supervised_BNK = torch.cat([supervised for _, supervised in targets], dim=1)
         losses_BNK, predicted_BNK = token_losses(
-            hidden_BNKD[..., 1:, :], labels_BNK, self._head, self.loss_config.chunk_blocks
-        )
+            hidden_BNKD[..., 1:, :], labels_BNK, self._head,
+            self.loss_config.blocks_at_once(K, self.target.vocab_size), self.target.head_weight,
+        )  # fmt: skip
         weights_BNK = supervised_BNK * self._slot_weights_K
         accepted_BN = leading_run((predicted_BNK == labels_BNK) & supervised_BNK)
         valid_BN = torch.cat([a.valid_BN for a in all_anchors], dim=1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from dflow_lightning.acceptance import accept, rejected_token
 from dflow_lightning.blocks import Anchors, next_anchors, slot_labels, slot_positions
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.draft import draft_tokens, embed_blocks, relay_correction
+from dflow_lightning.draft import draft_tokens, embed_blocks, greedy_tokens, relay_correction
 from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.relay import Relay, RelayInput, align
@@ -246,8 +246,8 @@ class Rollout:
             "the clean forward stopped at the taps"
         )
         output = self.target.forward(*arguments)
-        chosen_BQ = self.target.head(output.hidden_BQD).argmax(-1)
-        return output.taps_BQC.unflatten(1, shape), chosen_BQ.unflatten(1, shape)
+        chosen_BNK = greedy_tokens(self.target, output.hidden_BQD.unflatten(1, shape))
+        return output.taps_BQC.unflatten(1, shape), chosen_BNK
 
     @staticmethod
     def _clean_rows(taps_BSC: Tensor, anchors: Anchors, block_size: int) -> Tensor:

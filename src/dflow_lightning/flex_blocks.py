@@ -1,0 +1,119 @@
+"""Block attention by flex_attention: tiles of scores that no block may see are never computed.
+
+Keys are the context, padded to whole tiles, and then the blocks' own slots. Which tiles a tile of
+queries reads follows from the anchors by arithmetic, so no mask of queries by keys is ever made.
+One kernel is compiled for all lengths. torch runs flex_attention's backward pass on a GPU only.
+
+Shapes: B batch, N blocks per sequence, K block size, L context length, H/G query/key heads, E head
+size, Q queries (N*K), T tile, U/W tiles of queries/keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
+
+TILE = 128
+
+
+def flex_blocks(
+    q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor,
+    anchors_BN: Tensor, starts_BN: Tensor | None, attend: Callable[..., Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """As `attention.block_attention`; grouped heads stay grouped.
+
+    Args:
+        attend: the kernel; by default flex_attention, compiled.
+    """
+    B, H, N, K, E = q.shape
+    context = _whole_tiles(k_context.shape[2])
+    queries = _whole_tiles(N * K)
+    mask = tile_mask(anchors_BN, starts_BN, K, context)
+    keys, values = (
+        torch.cat([_padded(of_context, context), _padded(own.flatten(2, 3), queries)], dim=2)
+        for of_context, own in ((k_context, k_block), (v_context, v_block))
+    )
+    out = (attend or compiled())(
+        _padded(q.flatten(2, 3), queries), keys, values, block_mask=mask, enable_gqa=True
+    )
+    return out[:, :, : N * K].reshape(B, H, N, K, E)
+
+
+@cache
+def compiled() -> Callable[..., Tensor]:
+    """flex_attention, compiled once for all shapes: with and without gradient are two kernels."""
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def tile_mask(
+    anchors_BN: Tensor, starts_BN: Tensor | None, block_size: int, context: int
+) -> BlockMask:
+    """Which tiles are read whole, in part or not at all, and who sees what inside a tile.
+
+    Args:
+        context: context length in whole tiles; a block's own slots stand behind it.
+    """
+    B, N = anchors_BN.shape
+    Q = _whole_tiles(N * block_size)
+    # Rows that fill the last tile see nothing of the context, and themselves.
+    stops_BQ = pad(anchors_BN.repeat_interleave(block_size, dim=1), (0, Q - N * block_size))
+    starts_BQ = torch.zeros_like(stops_BQ)
+    if starts_BN is not None:
+        first_BQ = starts_BN.repeat_interleave(block_size, dim=1)
+        starts_BQ = pad(first_BQ, (0, Q - N * block_size))
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        of_context = (key < stops_BQ[b, query]) & (key >= starts_BQ[b, query])
+        own = (key - context) // block_size == query // block_size
+        return torch.where(key < context, of_context, own)
+
+    part_BUW, whole_BUW = _tiles(stops_BQ, starts_BQ, block_size, context)
+    return BlockMask.from_kv_blocks(
+        *_listed(part_BUW.unsqueeze(1)), *_listed(whole_BUW.unsqueeze(1)),
+        BLOCK_SIZE=TILE, mask_mod=sees, seq_lengths=(Q, context + Q),
+    )  # fmt: skip
+
+
+def _tiles(
+    stops_BQ: Tensor, starts_BQ: Tensor, block_size: int, context: int
+) -> tuple[Tensor, Tensor]:
+    """Tiles read in part and whole, both `[B, U, W]`."""
+    B, Q = stops_BQ.shape
+    stops_BUT, starts_BUT = (t.view(B, -1, TILE) for t in (stops_BQ, starts_BQ))
+    device = stops_BQ.device
+    left_W = torch.arange(0, context + Q, TILE, device=device)
+    right_W = left_W + TILE
+    in_context_W = right_W <= context
+    # Some row sees some key of the tile (an outer bound), and every row sees every key.
+    some_BUW = (left_W < stops_BUT.amax(-1, keepdim=True)) & (
+        right_W > starts_BUT.amin(-1, keepdim=True)
+    )
+    all_BUW = (right_W <= stops_BUT.amin(-1, keepdim=True)) & (
+        left_W >= starts_BUT.amax(-1, keepdim=True)
+    )
+    # A tile of queries holds rows of the blocks that begin before its end and end after its start.
+    rows_U = torch.arange(0, Q, TILE, device=device).unsqueeze(-1)
+    first_U = context + rows_U // block_size * block_size
+    last_U = context + ((rows_U + TILE - 1) // block_size + 1) * block_size
+    own_UW = (left_W < last_U) & (right_W > first_U) & ~in_context_W
+    return (some_BUW & ~all_BUW & in_context_W) | own_UW, all_BUW & in_context_W
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tiles each tile of queries reads, and which; the rest of the list is not read."""
+    order = tiles.int().argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1).int(), order.int()
+
+
+def _whole_tiles(length: int) -> int:
+    # Two at least: a kernel for one tile would be compiled apart.
+    return max(2, -(-length // TILE)) * TILE
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    return pad(x, (0, 0, 0, length - x.shape[2]))
