@@ -251,7 +251,9 @@ class DrafterModule(LightningModule):
             values[f"accepted_round{index}"] = accepted / blocks.clamp(min=1)
             values[f"tau_round{index}"] = accepted / blocks.clamp(min=1) + 1
         named = {f"{prefix}/{name}": value for name, value in values.items()}
-        self.log_dict(named, on_step=on_step, on_epoch=not on_step, batch_size=1)
+        self.log_dict(
+            named, on_step=on_step, on_epoch=not on_step, batch_size=1, sync_dist=not on_step
+        )
 
     # ---------------------------------------------------------------- optimizer and checkpoints
 
