@@ -36,9 +36,8 @@ class Arm:
     world: int = 1
     accumulate: int = 1
     steps: int = 20
-    extremes: bool = True  # even micro-batches accept every draft, odd ones none
-    resume: str | None = None  # the arm whose checkpoint is continued
-    start: int = 0  # the step that checkpoint was made at
+    save_at: int | None = None  # also write <name>-<step>.ckpt
+    resume: str | None = None  # the name of the checkpoint that is continued
 
 
 def micro_batch(number: int) -> Batch:
@@ -57,36 +56,45 @@ class MicroBatches:
     """This process's micro-batches: process r of W takes numbers r, r+W, r+2W, ..."""
 
     def __init__(self, rank: int, arm: Arm) -> None:
-        first = arm.start * arm.world * arm.accumulate
-        last = first + (arm.steps - arm.start) * arm.world * arm.accumulate
-        self.numbers = range(first + rank, last, arm.world)
+        self.numbers = range(rank, arm.steps * arm.world * arm.accumulate, arm.world)
+        self.taken = 0
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __iter__(self):
-        return iter([micro_batch(number) for number in self.numbers])
+        for number in self.numbers[self.taken :]:
+            self.taken += 1
+            yield micro_batch(number)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
 
 
 class Record(Callback):
-    """Loss and tau of each optimizer step, and a checkpoint at the end, while all shards are up."""
+    """Loss and valid blocks of each optimizer step, and checkpoints while all shards are up."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.losses: list[float] = []
-        self.taus: list[float] = []
+    def __init__(self, folder: Path, arm: Arm) -> None:
+        self.folder, self.arm = folder, arm
+        self.losses: dict[int, float] = {}
+        self.blocks: dict[int, float] = {}
+        self.optimized = 0
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step > len(self.losses) + self.start:
-            self.losses.append(float(trainer.callback_metrics["train/loss"]))
-            self.taus.append(float(trainer.callback_metrics["train/tau_round1"]))
-
-    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
-        self.start = trainer.global_step
+        if trainer.fit_loop._should_accumulate():
+            return
+        self.losses[trainer.global_step] = float(trainer.callback_metrics["train/loss"])
+        self.blocks[trainer.global_step] = float(trainer.callback_metrics["train/blocks"])
+        if trainer.global_step == self.arm.save_at:
+            trainer.save_checkpoint(self.folder / f"{self.arm.name}-{self.arm.save_at}.ckpt")
 
     def on_train_end(self, trainer: Trainer, *args: Any) -> None:
-        trainer.save_checkpoint(self.path)
-        self.optimized = _optimized(trainer)
+        trainer.save_checkpoint(self.folder / f"{self.arm.name}.ckpt")
+        shards = getattr(trainer.strategy, "_shards", lambda: trainer.model.parameters())()
+        self.optimized = sum(shard.numel() for shard in shards)
 
 
 def decided_acceptance(sample_ids_B: torch.Tensor):
@@ -116,33 +124,26 @@ def run_arm(arm: Arm, target_dir: Path, folder: Path) -> dict[str, Any]:
     with torch.no_grad():  # a relay that starts at zero would hide its own gradient
         for parameter in module.relay.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    before, record = checksum(module.target), Record(folder / f"{arm.name}.ckpt")
-    kind = ExtremeRollout if arm.extremes else OnlineRollout
+    before, record = checksum(module.target), Record(folder, arm)
     trainer = Trainer(
         strategy=arm.strategy, devices=arm.world, accelerator="cpu", max_steps=arm.steps,
+        limit_val_batches=0,
         accumulate_grad_batches=arm.accumulate, gradient_clip_val=1.0, log_every_n_steps=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, default_root_dir=folder,
-        callbacks=[kind(num_rounds=2, num_anchors=4), record],
+        callbacks=[ExtremeRollout(num_rounds=2, num_anchors=4), record],
     )  # fmt: skip
     rank = trainer.strategy.global_rank if arm.world > 1 else 0
     resumed = folder / f"{arm.resume}.ckpt" if arm.resume else None
-    trainer.fit(module, MicroBatches(rank, arm), ckpt_path=resumed)
+    loader = MicroBatches(rank, arm)
+    trainer.fit(module, loader, MicroBatches(rank, arm), ckpt_path=resumed)
     return {
-        "losses": record.losses,
-        "taus": record.taus,
-        "checkpoint": str(record.path),
+        "losses": [*record.losses.values()],
+        "blocks": [*record.blocks.values()],
         "target_unchanged": checksum(module.target) == before,
         "parameters": sum(p.numel() for p in make_module(target_dir).parameters()),
         "optimized": record.optimized,
     }
-
-
-def _optimized(trainer: Trainer) -> int:
-    """Numbers that the optimizer of this process steps on, padding included."""
-    optimizer = trainer.optimizers[0]
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return sum(p.numel() for group in inner.param_groups for p in group["params"])
 
 
 def run_ranks(

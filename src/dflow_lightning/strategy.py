@@ -166,6 +166,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         """No: Lightning accumulates, and also steps when an epoch ends within a window."""
         return False
 
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing to do: the engine is told where accumulation ends, see `training_step`."""
+        yield
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One forward; the engine is told first whether the optimizer steps after it."""
         assert self.lightning_module is not None
