@@ -20,6 +20,7 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.module import DrafterModule
 from dflow_lightning.progress import RunProgress, decoded_line, shown
 from dflow_lightning.rollout import OnlineRollout
+from dflow_lightning.strategy import check_name
 from dflow_lightning.tracking import RecipeRecord, Tracking
 from dflow_lightning.validation import ValidationDecoding
 
@@ -109,6 +110,7 @@ class TrainCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer of this run folder, with the record and the progress display."""
         settings = self.config_init[self.subcommand]
+        check_name(settings.trainer.strategy)
         if settings.trainer.enable_checkpointing is False:
             self._parser(self.subcommand).callback_keys.remove("checkpoint")
         if settings.trainer.enable_progress_bar is not False:
@@ -204,6 +206,8 @@ def quiet() -> None:
         logging.getLogger(name).setLevel("ERROR")
     # Lightning against a newer torch; nothing a user can change.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+    # DeepSpeed against a newer torch.
+    warnings.filterwarnings("ignore", message=r".*all_gather_into_tensor.* is deprecated")
 
 
 def run(args: Sequence[str]) -> int:
