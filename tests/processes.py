@@ -121,6 +121,8 @@ def command(
     for stream in (1, 2):
         os.dup2(output, stream)
     torch.set_num_threads(1)
+    # Or loaders would start their workers as this process was started, by a server of their own.
+    multiprocessing.set_start_method("fork", force=True)
     from plants import PLANTS
 
     from dflow_lightning.__main__ import main
