@@ -17,10 +17,10 @@ def before_objective(then: Callable[[DrafterModule, Any], None]) -> None:
     """Calls `then` before every training batch's loss."""
     original = DrafterModule.objective
 
-    def objective(self: DrafterModule, inputs: Any) -> Any:
+    def objective(self: DrafterModule, inputs: Any, *args: Any) -> Any:
         if self.training:
             then(self, inputs)
-        return original(self, inputs)
+        return original(self, inputs, *args)
 
     DrafterModule.objective = objective  # type: ignore[method-assign]
 
@@ -30,8 +30,8 @@ def record(path: str) -> None:
     original = DrafterModule.objective
     file = open(f"{path}-rank{os.environ['DFLOW_RANK']}.jsonl", "a", buffering=1)  # noqa: SIM115
 
-    def objective(self: DrafterModule, inputs: Any) -> Any:
-        loss, sums = original(self, inputs)
+    def objective(self: DrafterModule, inputs: Any, *args: Any) -> Any:
+        loss, sums = original(self, inputs, *args)
         if self.training:
             seen = {
                 "ids": inputs.batch.sample_ids_B.tolist(),

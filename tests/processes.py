@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-PRELOAD = ["dflow_lightning.cli", "dflow_lightning.__main__", "mlflow", "plants"]
+PRELOAD = ["dflow_lightning.cli", "dflow_lightning.__main__", "mlflow", "deepspeed", "plants"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -156,8 +156,7 @@ def steps_of(record: Path) -> list[dict[int, list[dict]]]:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, weights and optimizer: a file's, or all files' of a folder."""
-    files = sorted(p for p in checkpoint.rglob("*.pt")) if checkpoint.is_dir() else [checkpoint]
+    """Every tensor of a checkpoint: weights and the optimizer's state."""
     found: dict[str, torch.Tensor] = {}
 
     def walk(value: Any, name: str) -> None:
@@ -170,10 +169,9 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
             for index, inner in enumerate(value):
                 walk(inner, f"{name}.{index}")
 
-    for file in files:
-        content = torch.load(file, map_location="cpu", weights_only=not checkpoint.is_dir())
-        for section in ("state_dict", "optimizer_states", "module", "optimizer_state_dict"):
-            walk(content.get(section), f"{file.name}.{section}")
+    content = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    for section in ("state_dict", "optimizer_states"):
+        walk(content[section], section)
     return found
 
 

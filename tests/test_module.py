@@ -68,7 +68,7 @@ def test_loss_equals_loops_over_blocks_and_slots(module):
     batch = uneven_batch()
     inputs = with_rounds(module, batch)
     loss, sums = module.objective(inputs)
-    drafter, wanted = module.drafter, 0.0
+    drafter, losses, weights = module.drafter, 0.0, 0.0
     gamma = max(1.0, 4.0 + (K - 8) * 3 / 8)
     for number, current in enumerate(inputs.rounds):
         x = module.round_inputs(batch, current)
@@ -98,8 +98,9 @@ def test_loss_equals_loops_over_blocks_and_slots(module):
                     accepted += unbroken
                 blocks += 1
         assert sums[number].tolist() == pytest.approx([total, weight, accepted, blocks], rel=1e-5)
-        wanted += [1.0, 0.5, 0.25][number] * total / max(weight, 1e-6)
-    assert loss.item() == pytest.approx(wanted / 1.75, rel=1e-5)
+        share = [1.0, 0.5, 0.25][number] / x.shape[1]  # of each of the round's blocks
+        losses, weights = losses + share * total, weights + share * weight
+    assert loss.item() == pytest.approx(losses / weights, rel=1e-5)
     assert all(r.anchors.valid_BN.any() for r in inputs.rounds)
 
 

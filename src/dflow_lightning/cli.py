@@ -21,6 +21,7 @@ from dflow_lightning.module import DrafterModule
 from dflow_lightning.progress import RunProgress, decoded_line, shown
 from dflow_lightning.rollout import OnlineRollout
 from dflow_lightning.signals import GracefulStop, Signals, Stopped
+from dflow_lightning.strategy import check_name
 from dflow_lightning.tracking import RecipeRecord, Tracking
 from dflow_lightning.validation import ValidationDecoding
 
@@ -111,6 +112,7 @@ class TrainCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer of this run folder, with the record and the progress display."""
         settings = self.config_init[self.subcommand]
+        check_name(settings.trainer.strategy)
         if settings.trainer.enable_checkpointing is False:
             self._parser(self.subcommand).callback_keys.remove("checkpoint")
         kwargs["callbacks"] = [*as_list(settings.trainer.callbacks), GracefulStop(self._signals)]

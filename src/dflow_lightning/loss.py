@@ -6,7 +6,7 @@ Shapes: B batch, N blocks per sequence, K block size, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,6 +49,52 @@ class LossConfig:
         if self.gamma is not None:
             return self.gamma
         return max(1.0, 4.0 + (block_size - 8) * 3.0 / 8.0)
+
+
+@dataclass
+class LossWindow:
+    """Sums of the micro-batches of one step, so that the loss is one mean over all their slots.
+
+    A backward pass is due before the weight of later micro-batches is known. So each divides by the
+    weight of the first one, and `correction` is what the sum of their gradients lacks at the end.
+
+    Attributes:
+        totals_R4: per round, over processes and micro-batches: weighted loss, weight, accepted
+            drafts and blocks.
+    """
+
+    totals_R4: Tensor = field(default_factory=lambda: torch.zeros(0, 4))
+    _shares_R: Tensor = field(default_factory=lambda: torch.zeros(0))
+    _first: Tensor = field(default_factory=lambda: torch.ones(()))
+
+    def add(self, sums_R4: Tensor, totals_R4: Tensor, shares_R: Tensor) -> Tensor:
+        """Add one micro-batch; returns its loss over the weight of the first micro-batch.
+
+        Args:
+            sums_R4: this process's sums, with gradient.
+            totals_R4: the sums over all processes.
+            shares_R: how much a slot of each round counts.
+        """
+        if not self.totals_R4.numel():
+            self._first = _positive((totals_R4[:, 1] * shares_R).sum())
+            self.totals_R4, self._shares_R = totals_R4, shares_R
+        else:
+            self.totals_R4 = self.totals_R4 + totals_R4
+        return (sums_R4[:, 0] * shares_R).sum() / self._first
+
+    def loss(self) -> Tensor:
+        """The mean over everything added so far; 0 where nothing was supervised."""
+        losses_R, weights_R, _, _ = self.totals_R4.unbind(-1)
+        return (losses_R * self._shares_R).sum() / _positive((weights_R * self._shares_R).sum())
+
+    def correction(self) -> Tensor:
+        """What the sum of the gradients is to be multiplied by."""
+        return self._first / _positive((self.totals_R4[:, 1] * self._shares_R).sum())
+
+
+def _positive(weight: Tensor) -> Tensor:
+    """The weight, or 1 in place of 0, where the loss is 0 as well."""
+    return weight.where(weight > 0, torch.ones_like(weight))
 
 
 def slot_weights(block_size: int, gamma: float) -> Tensor:

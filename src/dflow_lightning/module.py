@@ -22,7 +22,7 @@ from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter, start_from_target
 from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.errors import InputError
-from dflow_lightning.loss import LossConfig, slot_weights, token_losses
+from dflow_lightning.loss import LossConfig, LossWindow, slot_weights, token_losses
 from dflow_lightning.optimizer import OptimizerConfig
 from dflow_lightning.relay import Relay, RelayConfig
 from dflow_lightning.rollout import Round, StepInputs, clean_forward
@@ -96,6 +96,8 @@ class DrafterModule(LightningModule):
         if init_from is not None:
             self._warm_start(Path(init_from))
         self.prepared: StepInputs | None = None  # the next step's inputs, if a rollout made them
+        self._window = LossWindow()  # the micro-batches of the coming optimizer step
+        self._held_out = LossWindow()  # those of a validation or a test
         weights_K = slot_weights(dims.block_size, loss.decay(dims.block_size))
         self.register_buffer("_slot_weights_K", weights_K, persistent=False)
 
@@ -118,26 +120,51 @@ class DrafterModule(LightningModule):
         """The loss over the mask round and the rounds a rollout has made."""
         inputs = self.prepared or self.begin_step(batch)
         self.prepared = None
-        loss, sums_R4 = self.objective(inputs)
-        self._log_rounds("train", loss, sums_R4, batch, on_step=True)
-        self.log("train/tokens", float(batch.loss_mask_BS.numel()))
+        loss, _ = self.objective(inputs, self._window)
+        self._log_rounds("train", self._window, on_step=True)
+        tokens = torch.tensor(float(batch.loss_mask_BS.numel()), device=self.device)
+        self.log("train/tokens", self._all_reduce(tokens))
         self.log("train/lr", self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr]
         return loss
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Divide the gradients of an accumulated step by the weight of all its micro-batches."""
+        accumulated = self.trainer.accumulate_grad_batches
+        window, self._window = self._window, LossWindow()
+        if accumulated == 1:
+            return  # one micro-batch has divided by its own weight already
+        factor = window.correction() * accumulated  # by whose number Lightning has divided
+        if (scale := getattr(self.trainer.strategy, "scale_gradients", None)) is not None:
+            scale(factor.item())
+        else:
+            torch._foreach_mul_([p.grad for p in self.parameters() if p.grad is not None], factor)
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the mask round's loss and tau on the data's tokens."""
-        self._log_held_out("val", batch)
+        """Add up the mask round's loss and tau on the data's tokens."""
+        self.objective(self.begin_step(batch), self._held_out)  # at step 0's anchors
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """The same as validation, on the test split."""
-        self._log_held_out("test", batch)
+        self.objective(self.begin_step(batch), self._held_out)
 
-    def objective(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    def on_validation_epoch_end(self) -> None:
+        """Log the sums over all batches and processes."""
+        self._log_rounds("val", self._held_out, on_step=False)
+        self._held_out = LossWindow()
+
+    def on_test_epoch_end(self) -> None:
+        """The same as validation, on the test split."""
+        self._log_rounds("test", self._held_out, on_step=False)
+        self._held_out = LossWindow()
+
+    def objective(
+        self, inputs: StepInputs, window: LossWindow | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Loss over all rounds from one drafter forward, and detached sums per round.
 
-        Every round's loss is a weighted mean over its supervised slots, numerator and denominator
-        summed over all processes; rounds are averaged with `loss.round_weights`, or by their number
-        of blocks, so that each block counts alike.
+        A weighted mean over the supervised slots of all rounds, numerator and denominator summed
+        over all processes. A block of round r counts `round_weights[r]` over the round's number of
+        blocks; by default every block counts alike. See `LossWindow` for accumulated steps.
 
         Returns:
             the scalar loss and `[R, 4]`: weighted loss, weight, accepted drafts and blocks.
@@ -147,13 +174,20 @@ class DrafterModule(LightningModule):
         blocks = [current.anchors.positions_BN.shape[1] for current in inputs.rounds]
         # Before the first rollout the mask round stands alone.
         round_weights = self.check_round_weights(blocks) if len(blocks) > 1 else [1.0]
-        per_round = sums_R4[:, 0] / totals_R4[:, 1].clamp(min=1e-6)
-        loss = (per_round * per_round.new_tensor(round_weights)).sum() / sum(round_weights)
-        if self.relay is not None:
-            # Every process touches every parameter in every step, whatever its data looks like.
-            loss = loss + sum((p * 0.0).sum() for p in self.relay.parameters())
+        shares = [weight / n for weight, n in zip(round_weights, blocks, strict=True)]
+        window = LossWindow() if window is None else window
+        loss = window.add(sums_R4, totals_R4, sums_R4.new_tensor(shares))
+        if self.relay is not None and all(current.relay is None for current in inputs.rounds):
+            loss = loss + 0.0 * self._idle_relay(loss.dtype)
         # Data-parallel strategies average gradients, but the denominators are sums already.
         return (loss * self.trainer.world_size if self._trainer is not None else loss), totals_R4
+
+    def _idle_relay(self, dtype: torch.dtype) -> Tensor:
+        """The relay on one empty row: every process touches every parameter in every step."""
+        assert self.relay is not None
+        row_D = torch.zeros(self.drafter.dims.hidden_size, dtype=dtype, device=self.device)
+        valid = torch.ones(1, dtype=torch.bool, device=self.device)
+        return self.relay(row_D.unsqueeze(0), row_D, row_D, valid).sum()
 
     def _forward_blocks(self, inputs: StepInputs) -> Tensor:
         """Hidden states of the blocks of all rounds, one after the other, `[B, N, K, D]`."""
@@ -210,21 +244,14 @@ class DrafterModule(LightningModule):
 
     # ---------------------------------------------------------------- logging
 
-    def _log_held_out(self, prefix: str, batch: Batch) -> None:
-        loss, sums_R4 = self.objective(self.begin_step(batch))  # outside training: step 0's anchors
-        self._log_rounds(prefix, loss, sums_R4, batch, on_step=False)
-
-    def _log_rounds(
-        self, prefix: str, loss: Tensor, sums_R4: Tensor, batch: Batch, *, on_step: bool
-    ) -> None:
-        world = self.trainer.world_size
-        values = {"loss": loss.detach() / world, "blocks": sums_R4[:, 3].sum()}
-        for index, (_, _, accepted, blocks) in enumerate(sums_R4):
+    def _log_rounds(self, prefix: str, window: LossWindow, *, on_step: bool) -> None:
+        """Means of the sums, which are the same on every process already."""
+        values = {"loss": window.loss(), "blocks": window.totals_R4[:, 3].sum()}
+        for index, (_, _, accepted, blocks) in enumerate(window.totals_R4):
             values[f"accepted_round{index}"] = accepted / blocks.clamp(min=1)
             values[f"tau_round{index}"] = accepted / blocks.clamp(min=1) + 1
-        size = batch.input_ids_BS.shape[0]
         named = {f"{prefix}/{name}": value for name, value in values.items()}
-        self.log_dict(named, on_step=on_step, on_epoch=not on_step, batch_size=size)
+        self.log_dict(named, on_step=on_step, on_epoch=not on_step, batch_size=1)
 
     # ---------------------------------------------------------------- optimizer and checkpoints
 
@@ -242,7 +269,8 @@ class DrafterModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Bring the target to the module's device, and check that the data fit its context."""
-        self.target.to(self.device)  # Lightning does not know about it
+        # Lightning does not know about it, and moves the module itself after this.
+        self.target.to(self.trainer.strategy.root_device)
         data = getattr(self.trainer, "datamodule", None)
         limit = self.target.config.max_position_embeddings
         if isinstance(data, ChatDataModule) and data.longest_row > limit:
@@ -331,9 +359,20 @@ class DrafterModule(LightningModule):
 
     def decoder(self) -> SpeculativeDecoder:
         """Real speculative decoding with the current weights."""
+        drafter, relay = self.drafting_models()
         return SpeculativeDecoder(
-            self.target, self.drafter, self.relay, first_rejected=self.relay_config.first_rejected
+            self.target, drafter, relay, first_rejected=self.relay_config.first_rejected
         )
+
+    def drafting_models(self) -> tuple[Drafter, Relay | None]:
+        """Drafter and relay for work without gradient: no use of them waits for other processes.
+
+        Where a strategy shards the weights these are copies, gathered by all processes together.
+        """
+        whole = getattr(self.trainer.strategy, "whole", None) if self._trainer else None
+        if whole is None:
+            return self.drafter, self.relay
+        return whole(self.drafter), None if self.relay is None else whole(self.relay)
 
 
 def _dtype(name: str) -> str:

@@ -311,8 +311,7 @@ class OnlineRollout(Callback):
             )
             rollout = Rollout(
                 pl_module.target,
-                pl_module.drafter,
-                pl_module.relay,
+                *pl_module.drafting_models(),
                 pl_module.relay_config.first_rejected,
                 self.mode,
                 self.reference,
