@@ -1,11 +1,11 @@
 """What tests plant into a `dflow-train` process before its command runs."""
 
-import builtins
 import json
 import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def before_objective(then: Callable[[DrafterModule, Any], None]) -> None:
 def record(path: str) -> None:
     """Appends what each training batch saw: sample ids, anchors of all rounds, loss bit for bit."""
     original = DrafterModule.objective
-    file = open(f"{path}-rank{os.environ['DFLOW_RANK']}.jsonl", "a", buffering=1)  # noqa: SIM115
+    file = Path(f"{path}-rank{os.environ['DFLOW_RANK']}.jsonl").open("a", buffering=1)  # noqa: SIM115
 
     def objective(self: DrafterModule, inputs: Any, *args: Any) -> Any:
         loss, sums = original(self, inputs, *args)
@@ -96,50 +96,36 @@ def kill_in_save(number: int, share: float) -> None:
     """
     from dflow_lightning import checkpoint
 
-    saves = 0
-    take_place, save = checkpoint.take_place, torch.save
+    saves, staged_path = 0, Path()
+    write, take_place, save = checkpoint.Checkpointing._write, checkpoint.take_place, torch.save
 
     def end() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def half_saved(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal saves
-        saves += 1
-        if saves != number or share >= 1:
-            save(content, file, *args, **kwargs)
-            return
-        import io
+    def written(self: Any, trainer: Any, path: Path) -> None:
+        nonlocal saves, staged_path
+        saves, staged_path = saves + 1, path.with_name(f".{path.name}.partial")
+        write(self, trainer, path)
 
-        buffer = io.BytesIO()
-        save(content, buffer, *args, **kwargs)
-        part = buffer.getvalue()[: int(share * buffer.tell())]
-        with builtins.open(checkpoint_path(), "wb") as out:
-            out.write(part)
-            out.flush()
-        end()
+    def saved(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        save(content, file, *args, **kwargs)
+        if saves == number and share < 1:
+            whole = file.getvalue()  # Lightning writes what a buffer holds
+            staged_path.write_bytes(whole[: int(share * len(whole))])
+            end()
 
-    def checkpoint_path() -> str:
-        return STAGED[-1]
-
-    def placed(staged: Any, out: Any) -> None:
+    def placed(staged: Path, out: Path) -> None:
         if saves == number and share == 1:
             end()
         take_place(staged, out)
         if saves == number and share == 2:
             end()
 
-    original = checkpoint.Checkpointing._write
-
-    def write(self: Any, trainer: Any, path: Any) -> None:
-        STAGED.append(str(path.with_name(f".{path.name}.partial")))
-        original(self, trainer, path)
-
-    checkpoint.Checkpointing._write = write  # type: ignore[method-assign]
+    checkpoint.Checkpointing._write = written  # type: ignore[method-assign]
     checkpoint.take_place = placed
-    torch.save = half_saved
+    torch.save = saved
 
 
-STAGED: list[str] = []
 PLANTS: dict[str, Callable[..., None]] = {
     plant.__name__: plant for plant in (record, signal_at, fail_at, slow, kill_in_save)
 }

@@ -1,6 +1,7 @@
-"""Real `dflow-train` processes, one a rank, that can be killed: forked from one that has imported all.
+"""Real `dflow-train` processes, one a rank, that can be killed.
 
-Importing takes ten seconds and a run of ten steps one; so a server process imports once.
+Importing takes ten seconds and a run of ten steps one; so a server process
+imports once, and they are its forks.
 """
 
 import contextlib
@@ -80,7 +81,7 @@ class Server:
     def start(
         self, args: list[Any], folder: Path, *, ranks: int = 1, plants: tuple[Plant, ...] = ()
     ) -> Run:
-        """`dflow-train` with `folder` as the working directory; ranks as torchrun would start them."""
+        """`dflow-train` with `folder` as the working directory; ranks get what torchrun sets."""
         self._number += 1
         port = free_port()
         run = Run([], [])

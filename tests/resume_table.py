@@ -1,7 +1,7 @@
 """The table of exact resumes: 10 steps at once, and 4 + 6, bit for bit; then 20 kill -9.
 
     python tests/resume_table.py                  both tables
-    python tests/resume_table.py --only ddp,none  some processes
+    python tests/resume_table.py --only "DDP x2"  some of the processes
 
 Exits with 1 if a cell differs or a killed run loses more than the steps since its last checkpoint.
 """
@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from processes import Plant, Server, steps_of, tensors_of, wait_until
 from targets import random_target
 
-STEPS, CUT = 10, 4
+STEPS, CUT, EVERY = 10, 4, 2
 STRATEGIES = {
     "1 process": (1, []),
     "DDP x2": (2, ["--trainer.strategy=ddp"]),
@@ -77,7 +77,7 @@ class Case:
             "trainer.devices": ranks,
             "trainer.max_steps": STEPS,
             "trainer.accumulate_grad_batches": self.accumulate,
-            # In batches: with two batches a step, half of the validations come in the middle of one.
+            # In batches: with two batches a step, half of the validations come within one.
             "trainer.val_check_interval": 7,
             "trainer.check_val_every_n_epoch": "null",
             "trainer.log_every_n_steps": 1,
@@ -92,12 +92,35 @@ class Case:
         return STRATEGIES[self.name][0]
 
 
-def differences(folder: Path, ranks: int, whole: str, parts: str) -> list[str]:
+def record_of(run: Path, rank: int) -> Path:
+    """Where `plants.record` writes for a run folder."""
+    return run.with_name(f"{run.name}-rank{rank}.jsonl")
+
+
+def whole_run(server: Server, shared: Path, case: Case) -> tuple[Path, str]:
+    """The run that nothing stops, made once for all numbers of workers; and what went wrong."""
+    folder = shared / f"whole-{case.name}-{case.accumulate}".replace(" ", "-")
+    if not folder.exists():
+        folder.mkdir()
+        args = replace(case, workers=0).options(shared, run_dir="run")
+        record = Plant("record", {"path": str(folder / "run")})
+        codes, run = server(args, folder, ranks=case.ranks, plants=(record,))
+        if any(codes):
+            return folder / "run", f"whole run ended with {codes}: {last_line(run)}"
+    return folder / "run", ""
+
+
+def last_line(run: Any) -> str:
+    """What a failed run said in the end."""
+    return (run.output().strip().splitlines() or [""])[-1]
+
+
+def differences(ranks: int, whole: Path, parts: Path) -> list[str]:
     """What of a run in parts is not as in the whole one, bit for bit; nothing, it is hoped."""
     found = []
     for rank in range(ranks):
-        (expected,) = steps_of(folder / f"{whole}-rank{rank}.jsonl")
-        runs = steps_of(folder / f"{parts}-rank{rank}.jsonl")
+        (expected,) = steps_of(record_of(whole, rank))
+        runs = steps_of(record_of(parts, rank))
         covered = set()
         for run in runs:
             for step, batches in run.items():
@@ -110,7 +133,7 @@ def differences(folder: Path, ranks: int, whole: str, parts: str) -> list[str]:
                     covered.add(step)
         if missing := expected.keys() - covered:
             found.append(f"rank {rank}: steps {sorted(missing)} never finished")
-    one, other = (tensors_of(folder / f"{run}/checkpoints/last.ckpt") for run in (whole, parts))
+    one, other = (tensors_of(run / "checkpoints/last.ckpt") for run in (whole, parts))
     if one.keys() != other.keys() or not one:
         found.append("tensors of the checkpoint")
     found += [name for name in one if name in other and not torch.equal(one[name], other[name])]
@@ -124,23 +147,24 @@ def compare(
 
     With two batches a step it comes in the first one of the fifth step, which is then thrown away.
     """
-    record = lambda name: Plant("record", {"path": str(folder / name)})  # noqa: E731
+    whole, wrong = whole_run(server, shared, case)
+    if wrong:
+        return [wrong]
+    record = Plant("record", {"path": str(folder / "parts")})
     stop = Plant(
         "signal_at",
         {"signum": int(signal.SIGTERM), "step": cut - (case.accumulate == 1)},
         rank=case.ranks - 1,
     )
-    runs = {
-        "whole": ((record("whole"),), {"run_dir": "whole"}, 0),
-        "first": ((record("parts"), stop), {"run_dir": "parts"}, 143),
-        "second": ((record("parts"),), {"run_dir": "parts", "ckpt_path": "last"}, 0),
-    }
-    for name, (plants, options, status) in runs.items():
-        args = case.options(shared, **more, **options)
+    parts = [((record, stop), {}, 143), ((record,), {"ckpt_path": "last"}, 0)]
+    for plants, options, status in parts:
+        args = case.options(shared, run_dir="parts", **more, **options)
         codes, run = server(args, folder, ranks=case.ranks, plants=plants)
         if codes != [status] * case.ranks:
-            return [f"{name} run ended with {codes}: {run.output().strip()[-2000:]}"]
-    return differences(folder, case.ranks, "whole", "parts")
+            return [f"run ended with {codes}: {last_line(run)}"]
+    resumed = min(steps_of(record_of(folder / "parts", 0))[-1])
+    found = [f"resumed at step {resumed}"] if resumed != cut else []
+    return found + differences(case.ranks, whole, folder / "parts")
 
 
 def resume_table(server: Server, shared: Path, scratch: Path, names: list[str]) -> bool:
@@ -158,23 +182,114 @@ def resume_table(server: Server, shared: Path, scratch: Path, names: list[str]) 
     return good
 
 
+@dataclass(frozen=True)
+class Kill:
+    """A run and when it gets kill -9: in a checkpoint, or so many seconds after a step began."""
+
+    case: Case
+    in_save: tuple[int, float] | None
+    step: int
+    delay: float
+    rank: int
+
+    @classmethod
+    def draw(cls, rng: random.Random, number: int, names: list[str], in_save: bool) -> "Kill":
+        case = Case(names[number % len(names)], rng.choice((0, 2)), rng.choice((1, 2)))
+        share = rng.choice([rng.random(), 1, 2])
+        return cls(
+            case,
+            (rng.randint(1, STEPS // EVERY), share) if in_save else None,
+            rng.randint(0, STEPS - 1),
+            rng.random() * 0.3,
+            0 if in_save else rng.randrange(case.ranks),  # the first process writes
+        )
+
+    def __str__(self) -> str:
+        if self.in_save is None:
+            return f"{self.delay:.2f} s after step {self.step} of rank {self.rank}"
+        number, share = self.in_save
+        at = {1: "before its new name", 2: "after its new name"}.get(share, f"at {share:.0%}")
+        return f"checkpoint {number}, {at}"
+
+
+def kill_once(server: Server, shared: Path, folder: Path, kill: Kill) -> tuple[str, bool]:
+    """A killed run and its continuation beside one that is not killed; a row of the table."""
+    case, ranks = kill.case, kill.case.ranks
+    whole, wrong = whole_run(server, shared, case)
+    if wrong:
+        return wrong, False
+    record = Plant("record", {"path": str(folder / "parts")})
+    more = {"checkpoint.every_n_steps": EVERY, "ckpt_path": "auto"}
+    args = case.options(shared, run_dir="parts", **more)
+    plants = [record, Plant("slow", {"seconds": 0.05})]
+    if kill.in_save:
+        number, share = kill.in_save
+        plants.append(Plant("kill_in_save", {"number": number, "share": share}, rank=0))
+    run = server.start(args, folder, ranks=ranks, plants=tuple(plants))
+    seen = record_of(folder / "parts", kill.rank)
+    if not kill.in_save:
+        wait_until(lambda: any(kill.step in steps for steps in steps_of(seen)))
+        time.sleep(kill.delay)
+        run.signal(signal.SIGKILL, kill.rank)
+    codes = run.wait()  # the other process notices by itself
+    killed = codes[kill.rank] == 128 + signal.SIGKILL
+    (before,) = steps_of(seen)
+    codes, run = server(args, folder, ranks=ranks, plants=(record,))
+    if any(codes):
+        return f"continued run ended with {codes}: {last_line(run)}", False
+    after = steps_of(seen)[1:]
+    reached, resumed = max(before), min(after[0]) if after else STEPS
+    found = differences(ranks, whole, folder / "parts")
+    good = not found and resumed >= reached // EVERY * EVERY
+    result = f"{len(found)} differences: {'; '.join(found[:3])}" if found else "equal"
+    late = "" if killed else " (it had ended)"
+    return f"in step {reached:>2}{late}, resumed at {resumed:>2}, {result}", good
+
+
+def kill_table(
+    server: Server, shared: Path, scratch: Path, names: list[str], kills: int, seed: int
+) -> bool:
+    """Prints the second table; whether all were resumed and none lost a saved step."""
+    print(
+        f"\nkill -9 of one process, checkpoints every {EVERY} steps, then the same command again\n"
+    )
+    rng, good = random.Random(seed), True
+    for number in range(kills):
+        kill = Kill.draw(rng, number, names, in_save=number < kills // 4)
+        folder = scratch / f"kill{number}"
+        folder.mkdir()
+        row, passed = kill_once(server, shared, folder, kill)
+        good = good and passed
+        case = f"{kill.case.name}, {kill.case.workers} workers, {kill.case.accumulate} batches"
+        print(
+            f"{number + 1:>3}  {case:<36}{kill!s:<40}{row}{'' if passed else '  FAILED'}",
+            flush=True,
+        )
+    return good
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="names of processes, separated by commas")
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills_only", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    names = args.only.split(",") if args.only else list(STRATEGIES)
+    names = args.only.split(",") if args.only else [n for n in STRATEGIES if n != "ZeRO-1 x2"]
     scratch = Path(tempfile.mkdtemp(prefix="resume-"))
     started = time.monotonic()
     try:
         random_target(scratch / "target")
         write_data(scratch)
         server = Server()
-        good = resume_table(server, scratch, scratch, [n for n in names if n in STRATEGIES])
+        good = True
+        if not args.kills_only:
+            good = resume_table(server, scratch, scratch, names)
+        if args.kills:
+            good = kill_table(server, scratch, scratch, names, args.kills, args.seed) and good
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    print(f"\n{'all equal' if good else 'NOT equal'}, {time.monotonic() - started:.0f} s")
+    print(f"\n{'all passed' if good else 'FAILED'}, {time.monotonic() - started:.0f} s")
     return 0 if good else 1
 
 

@@ -17,7 +17,8 @@ LAYERS = [
     {"module", "optimizer"},
     {"validation", "progress", "tracking", "strategy", "ranks"},
     {
-        *("checkpoint", "signals", "guards", "export", "export_speculators", "engine_contract", "model_card", "atomic"),
+        *("checkpoint", "export", "export_speculators", "engine_contract", "model_card", "atomic"),
+        *("signals", "guards", "replay"),
         *("bench", "bench_row", "bench_table", "measure", "equality", "report", "charts", "ui"),
         *("serving", "validate_export"),
     },

@@ -17,6 +17,7 @@ from dflow_lightning.arguments import OneSentence
 from dflow_lightning.checkpoint import FOLDER, Checkpointing, SavedRun, find_checkpoint
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.errors import InputError
+from dflow_lightning.guards import Guards
 from dflow_lightning.module import DrafterModule
 from dflow_lightning.progress import RunProgress, decoded_line, shown
 from dflow_lightning.rollout import OnlineRollout
@@ -30,6 +31,7 @@ SECTIONS = {
     "rollout": OnlineRollout,
     "validation": ValidationDecoding,
     "tracking": Tracking,
+    "guards": Guards,
     "checkpoint": Checkpointing,
 }
 INTERPOLATION = {"parser_mode": "omegaconf+"}  # plain `omegaconf` leaves stale values behind

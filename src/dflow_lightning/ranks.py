@@ -1,5 +1,7 @@
 """What all processes of a run must know alike."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -15,8 +17,19 @@ class Ranks:
         """The largest of all processes' values, on all of them."""
         if trainer.world_size == 1:
             return value
+        number = torch.tensor(value)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._gloo())
+        return int(number)
+
+    def gather(self, trainer: Trainer, found: list[Any]) -> list[Any]:
+        """All processes' lists in one, on all of them."""
+        if trainer.world_size == 1:
+            return found
+        lists: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(lists, found, group=self._gloo())
+        return [one for part in lists for one in part]
+
+    def _gloo(self) -> dist.ProcessGroup:
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        number = torch.tensor(value)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group)
-        return int(number)
+        return self._group

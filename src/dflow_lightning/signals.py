@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from dflow_lightning.checkpoint import Checkpointing
 from dflow_lightning.ranks import Ranks
+from dflow_lightning.validation import ValidationDecoding
 
 # What a scheduler sends before its time is over, and Ctrl-C; where several come, the later counts.
 ENDING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -132,7 +133,7 @@ class Signals:
 
 
 class GracefulStop(Callback):
-    """Ends a training when a signal has come to any process: at a batch, in all of them together."""
+    """Ends a training when a signal has come to any process: all stop at the same batch."""
 
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
@@ -144,6 +145,9 @@ class GracefulStop(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on there is something to save."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ValidationDecoding):
+                callback.interrupted = lambda: bool(self.signals.received)
         self.signals.install()
         self.signals.training(trainer)
 
