@@ -15,9 +15,10 @@ LAYERS = [
     {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
     {"draft", "drafter_folder", "integrity", "rollout", "decode", "data", "tap_fingerprint"},
     {"module", "optimizer"},
-    {"validation", "progress", "tracking", "strategy"},
+    {"validation", "progress", "tracking", "strategy", "ranks"},
     {
         *("checkpoint", "export", "export_speculators", "engine_contract", "model_card"),
+        *("signals", "guards", "replay"),
         *("bench", "bench_row", "bench_table", "measure", "equality", "report", "charts", "ui"),
         *("serving", "validate_export"),
     },

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, RunError
 
 RUNS = {
     "fit": "train a drafter from a recipe",
@@ -29,6 +29,7 @@ TOOLS = {
     "decode": ("dflow_lightning.decode.command:decode_command", "answer prompts speculatively"),
     "bench": ("dflow_lightning.bench:bench_command", "measure tau and speed of drafters"),
     "report": ("dflow_lightning.report:report_command", "turn bench results into one page"),
+    "replay": ("dflow_lightning.replay:replay_command", "see where a number was not finite"),
     "ui": ("dflow_lightning.ui:ui_command", "open the dashboard of a run"),
 }
 
@@ -95,15 +96,19 @@ def dispatch(args: list[str]) -> int:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns its exit status: 0, 2 for a user's mistake, 130 on Ctrl-C.
+    """Runs a command line and returns its exit status.
 
-    Any other exception is a defect and keeps its traceback (status 1).
+    0, 2 for a user's mistake, 1 for a run that could not go on, 130 on Ctrl-C, 143 on SIGTERM. Any
+    other exception is a defect and keeps its traceback (status 1).
     """
     try:
         return dispatch(list(sys.argv[1:] if args is None else args))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dflow_lightning.errors import InputError
@@ -56,11 +56,35 @@ def staged_folder(out: Path) -> Iterator[Path]:
         try:
             yield staged
             if os.path.lexists(out):
-                _exchange(staged, out)
+                _exchange(staged, out, aside=staged.with_suffix(".previous"))
             else:
                 staged.rename(out)
         finally:
-            _remove(staged)
+            remove(staged)
+
+
+def take_place(staged: Path, out: Path) -> None:
+    """Give a whole file or folder its name; what had that name is removed.
+
+    A process that is killed leaves the one or the other at `out`; where the system cannot exchange
+    two folders in one step, `recover` brings back what had been set aside.
+    """
+    if not os.path.lexists(out) or (staged.is_file() and out.is_file()):
+        staged.replace(out)
+        return
+    _exchange(staged, out, aside=_aside(out))
+    remove(staged)
+
+
+def recover(out: Path) -> None:
+    """Bring back what a killed `take_place` had set aside."""
+    if not os.path.lexists(out):
+        with suppress(FileNotFoundError):  # nothing was, or another process has done it
+            _aside(out).rename(out)
+
+
+def _aside(out: Path) -> Path:
+    return out.with_name(f".{out.name}.previous")
 
 
 class _Lock:
@@ -95,26 +119,27 @@ def _clear_leftovers(out: Path) -> None:
             if held and left.suffix == ".previous" and not os.path.lexists(out):
                 left.rename(out)
             elif held:
-                _remove(left)
+                remove(left)
 
 
-def _remove(path: Path) -> None:
-    if path.is_symlink():  # `out` was one; what it leads to is not ours
+def remove(path: Path) -> None:
+    """Remove a file, a folder or a link, if it is there."""
+    if path.is_symlink() or path.is_file():  # what a link leads to is not ours
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _exchange(staged: Path, out: Path) -> None:
-    """Swap two folders in one step where the system can, else in two renames."""
+def _exchange(staged: Path, out: Path, *, aside: Path) -> None:
+    """Swap two folders in one step where the system can, else in two renames by way of `aside`."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
         failed = rename(AT_FDCWD, os.fsencode(staged), AT_FDCWD, os.fsencode(out), RENAME_EXCHANGE)
     except (AttributeError, OSError):
         failed = -1
     if failed:
-        previous = staged.with_suffix(".previous")
+        remove(aside)
         with _lock(out):
-            out.rename(previous)
+            out.rename(aside)
             staged.rename(out)
-            _remove(previous)
+            remove(aside)

@@ -1,7 +1,6 @@
 """`dflow-train fit | validate | test`: LightningCLI over this package's fixed classes."""
 
 import logging
-import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -11,15 +10,18 @@ from typing import Any
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from dflow_lightning.arguments import OneSentence
 from dflow_lightning.checkpoint import FOLDER, Checkpointing, SavedRun, find_checkpoint
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.errors import InputError
+from dflow_lightning.guards import Guards
 from dflow_lightning.module import DrafterModule
 from dflow_lightning.progress import RunProgress, decoded_line, shown
 from dflow_lightning.rollout import OnlineRollout
+from dflow_lightning.signals import GracefulStop, Signals, Stopped
 from dflow_lightning.strategy import check_name
 from dflow_lightning.tracking import RecipeRecord, Tracking
 from dflow_lightning.validation import ValidationDecoding
@@ -29,6 +31,7 @@ SECTIONS = {
     "rollout": OnlineRollout,
     "validation": ValidationDecoding,
     "tracking": Tracking,
+    "guards": Guards,
     "checkpoint": Checkpointing,
 }
 INTERPOLATION = {"parser_mode": "omegaconf+"}  # plain `omegaconf` leaves stale values behind
@@ -42,7 +45,8 @@ class RunParser(OneSentence, LightningArgumentParser):
 class TrainCLI(LightningCLI):
     """Fixed model and data classes; the callbacks that a run needs have sections of their own."""
 
-    def __init__(self, args: Sequence[str]):
+    def __init__(self, args: Sequence[str], signals: Signals):
+        self._signals = signals
         super().__init__(
             DrafterModule,
             ChatDataModule,
@@ -96,8 +100,8 @@ class TrainCLI(LightningCLI):
         self.resumed: SavedRun | None = None
         if name is not None:
             path = find_checkpoint(self.run_dir, str(name))
-            self._settings.ckpt_path = str(path)
-            if command == "fit" and path.is_file():
+            self._settings.ckpt_path = None if path is None else str(path)
+            if command == "fit" and path is not None:
                 self.resumed = SavedRun.read(path)
 
     def _parse_ckpt_path(self) -> None:
@@ -113,8 +117,9 @@ class TrainCLI(LightningCLI):
         check_name(settings.trainer.strategy)
         if settings.trainer.enable_checkpointing is False:
             self._parser(self.subcommand).callback_keys.remove("checkpoint")
+        kwargs["callbacks"] = [*as_list(settings.trainer.callbacks), GracefulStop(self._signals)]
         if settings.trainer.enable_progress_bar is not False:
-            kwargs["callbacks"] = [*as_list(settings.trainer.callbacks), RunProgress()]
+            kwargs["callbacks"].append(RunProgress())
         if self.subcommand == "fit" and self._settings.data.validation is None:
             kwargs["limit_val_batches"] = 0
         kwargs["default_root_dir"] = str(self.run_dir)
@@ -185,10 +190,10 @@ def recipe_name(args: Sequence[str]) -> str:
 def default_run_dir(name: str, ckpt_path: str | None, *, fresh: bool) -> Path:
     """The folder of a run that names none.
 
-    The folder of the checkpoint it reads; for `last` and `best` the newest folder of that name;
-    for a new training one that no other training uses.
+    The folder of the checkpoint it reads; for `last`, `best` and `auto` the newest folder of that
+    name; for a new training one that no other training uses.
     """
-    if ckpt_path not in (None, "last", "best"):
+    if ckpt_path not in (None, "last", "best", "auto"):
         folder = Path(ckpt_path).absolute().parent
         return folder.parent if folder.name == FOLDER else RUNS / name
     folder, number, newest = RUNS / name, 1, None
@@ -213,16 +218,15 @@ def quiet() -> None:
 def run(args: Sequence[str]) -> int:
     """Runs a `fit`, `validate` or `test` command line and returns the exit status."""
     quiet()
-    interrupt = signal.getsignal(signal.SIGINT)
-    try:
-        TrainCLI(args)
-    except SIGTERMException:
-        print("terminated", file=sys.stderr)
-        return 128 + signal.SIGTERM
-    except SystemExit as stop:
-        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit 1
-            raise KeyboardInterrupt from stop
-        raise
-    finally:
-        signal.signal(signal.SIGINT, interrupt)
+    with Signals() as signals:
+        try:
+            TrainCLI(args, signals)
+        except Stopped as stop:
+            if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                print(stop.said, file=sys.stderr)
+            return int(stop.code or 0)
+        except SystemExit as stop:
+            if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning makes it exit 1
+                raise KeyboardInterrupt from stop
+            raise
     return 0

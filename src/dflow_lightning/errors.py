@@ -1,8 +1,15 @@
-"""The one exception type a user is meant to read."""
+"""The exceptions that a user is meant to read."""
 
 
 class InputError(Exception):
     """A user's mistake: one sentence that names the field, its value and the mend.
 
     The command line prints it as `error: ...` and exits with status 2, without a traceback.
+    """
+
+
+class RunError(Exception):
+    """A run that could not go on: one sentence that says where, and how to look at it.
+
+    The command line prints it as `error: ...` and exits with status 1, without a traceback.
     """

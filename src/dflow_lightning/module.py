@@ -113,12 +113,22 @@ class DrafterModule(LightningModule):
     # ---------------------------------------------------------------- training
 
     def begin_step(
-        self, batch: Batch, *, extra_slots: int = 0, up_to_head: bool = False
+        self,
+        batch: Batch,
+        *,
+        extra_slots: int = 0,
+        up_to_head: bool = False,
+        step: int | None = None,
     ) -> StepInputs:
-        """Clean target features and the mask round; rollouts append their rounds to the result."""
+        """Clean target features and the mask round; rollouts append their rounds to the result.
+
+        Args:
+            step: whose anchors to draw; by default the trainer's, and 0 outside training.
+        """
         layer_ids = self.drafter.dims.target_layer_ids
         inputs = clean_forward(self.target, batch, layer_ids, extra_slots, up_to_head=up_to_head)
-        step = self.global_step if self.training else 0
+        if step is None:
+            step = self.global_step if self.training else 0
         anchors = draw_anchors(
             batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors,
             seed=self.seed, step=step, documents=batch.documents,

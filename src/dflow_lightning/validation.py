@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ class ValidationDecoding(Callback):
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
         self.batch_size = batch_size
+        self.interrupted: Callable[[], bool] = lambda: False  # asked between batches of prompts
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Decodes the validation prompts."""
@@ -72,6 +73,8 @@ class ValidationDecoding(Callback):
         modes = {"": True, "_relay_off": False} if module.relay is not None else {"": False}
         for suffix, relay in modes.items():
             decoded = self._decode(trainer, decoder, prompts, relay=relay, dry=dry)
+            if decoded is None:
+                return
             if not dry:
                 drafts = module.drafter.dims.block_size - 1
                 metrics = summarise(decoded, drafts, prefix=prefix, suffix=suffix)
@@ -85,8 +88,8 @@ class ValidationDecoding(Callback):
         *,
         relay: bool,
         dry: bool,
-    ) -> list[Decoded]:
-        """Decodes this process's share and gathers everyone's.
+    ) -> list[Decoded] | None:
+        """Decodes this process's share and gathers everyone's; None if a process was interrupted.
 
         Each process decodes equally many prompts: a short share repeats prompts, and the gathered
         repeats are dropped.
@@ -94,22 +97,30 @@ class ValidationDecoding(Callback):
         world = trainer.world_size
         share = math.ceil(len(prompts) / world)
         mine = [(trainer.global_rank + i * world) % len(prompts) for i in range(share)]
-        completions = decoder.generate(
-            [prompts[i].token_ids for i in mine],
-            max_new_tokens=DRY_RUN_TOKENS if dry else self.max_new_tokens,
-            temperature=self.temperature,
-            seeds=mine,
-            relay=relay,
-            batch_size=self.batch_size,
-        )
-        local = [
-            Decoded(i, prompts[i].family, completion.accepted)
-            for i, completion in zip(mine, completions, strict=True)
-        ]
+        local: list[Decoded] | None = []
+        for start in range(0, share, self.batch_size):
+            if self.interrupted():
+                local = None
+                break
+            numbers = mine[start : start + self.batch_size]
+            completions = decoder.generate(
+                [prompts[i].token_ids for i in numbers],
+                max_new_tokens=DRY_RUN_TOKENS if dry else self.max_new_tokens,
+                temperature=self.temperature,
+                seeds=numbers,
+                relay=relay,
+                batch_size=self.batch_size,
+            )
+            local += [
+                Decoded(i, prompts[i].family, completion.accepted)
+                for i, completion in zip(numbers, completions, strict=True)
+            ]
         gathered: list[Any] = [local]
         if world > 1:
             gathered = [None] * world
             torch.distributed.all_gather_object(gathered, local)
+        if any(rows is None for rows in gathered):
+            return None
         return list({row.number: row for rows in gathered for row in rows}.values())
 
 
