@@ -10,10 +10,19 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
-    {"errors"},
+    {"errors", "fingerprint"},
     {"acceptance", "attention", "blocks", "loss", "metrics"},
     {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
-    {"draft", "drafter_folder", "integrity", "rollout", "decode", "data", "tap_fingerprint"},
+    {
+        "draft",
+        "drafter_folder",
+        "integrity",
+        "rollout",
+        "decode",
+        "data",
+        "tap_fingerprint",
+        "relay_folder",
+    },
     {"module", "optimizer"},
     {"validation", "progress", "tracking", "strategy"},
     {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
 
 from dflow_lightning.errors import InputError
 from dflow_lightning.fingerprint import weights_fingerprint
@@ -38,7 +39,7 @@ def install() -> None:
         return config
 
     setattr(create_engine_config, WRAPPED, True)
-    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    EngineArgs.create_engine_config = create_engine_config
 
 
 def switched_off(vllm_config: Any) -> bool:
@@ -139,7 +140,7 @@ def warnings(config: dict[str, Any], vllm_config: Any, folder: Path) -> list[str
 
 def folder_fingerprint(folder: Path) -> str | None:
     """The fingerprint of a target's safetensors files; None where there are none."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
