@@ -10,10 +10,13 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
-    {"errors", "atomic"},
+    {"errors", "atomic", "fingerprint"},
     {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics"},
     {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
-    {"draft", "drafter_folder", "integrity", "rollout", "decode", "data", "tap_fingerprint"},
+    {
+        *("draft", "drafter_folder", "relay_folder", "integrity", "rollout", "decode", "data"),
+        "tap_fingerprint",
+    },
     {"module", "optimizer"},
     {"validation", "progress", "tracking", "strategy", "ranks"},
     {

@@ -26,6 +26,10 @@ TOOLS = {
         "dflow_lightning.validate_export:validate_export_command",
         "prove an exported drafter before it is served",
     ),
+    "serve-check": (
+        "dflow_lightning.serving.check:serve_check_command",
+        "serve an exported drafter with a real engine and compare",
+    ),
     "decode": ("dflow_lightning.decode.command:decode_command", "answer prompts speculatively"),
     "bench": ("dflow_lightning.bench:bench_command", "measure tau and speed of drafters"),
     "report": ("dflow_lightning.report:report_command", "turn bench results into one page"),

@@ -5,26 +5,21 @@ word; whoever decodes with us learns of it here. Only safetensors and JSON are r
 `dflow-train export` wrote is also compared with what it recorded (`integrity.py`).
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
 
 from dflow_lightning import integrity
 from dflow_lightning.dims import DrafterDims, check_mask_token_id
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.relay import Relay
+from dflow_lightning.relay_folder import load_relay, load_tensors, read_config
 from dflow_lightning.target import FrozenTarget
 
 FORMAT_VERSION = 1
 ARCHITECTURE = "DFlashDraftModel"
 LAYOUT = "anchor_first"
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Keys of published files that would make a different model, and the only values we can follow.
 NEUTRAL = {
     "is_causal": (False,),
@@ -75,31 +70,12 @@ def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
     drafter = Drafter(dims)
     dtype = config.get("dtype") or config.get("torch_dtype")
     load_tensors(drafter, folder / "model.safetensors", dtype if "dflow_config" in config else None)
-    relay, first_rejected = _load_relay(folder, config, dims)
+    relay, first_rejected = load_relay(folder, config, dims.hidden_size)
     integrity.check_unchanged(folder, config)
     for part in (drafter, relay):
         if part is not None:
             part.to(target.device, target.dtype).eval().requires_grad_(False)
     return LoadedDrafter(drafter, relay, first_rejected, config)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise InputError(f"drafter: {path.parent} holds no {path.name}; export the drafter again")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(
-            f"drafter: {path} is not JSON ({error}); export the drafter again"
-        ) from None
-    if not isinstance(config, dict):
-        raise InputError(f"drafter: {path} is not a JSON object; export the drafter again")
-    for key in ("dflash_config", "dflow_config"):
-        if not isinstance(config.get(key) or {}, dict):
-            raise InputError(
-                f"drafter: {key} in {path} is no JSON object; export the drafter again"
-            )
-    return config
 
 
 def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
@@ -220,96 +196,3 @@ def check_target(
             f"drafter: {folder} was trained for {trained_for.get('name')}, whose weights "
             f"are not those of {target.name}; give that target"
         )
-
-
-def load_tensors(part: nn.Module, path: Path, dtype: str | None) -> None:
-    """Fill a module from one safetensors file whose names, shapes and dtypes fit exactly."""
-    if not path.is_file():
-        raise InputError(
-            f"drafter: {path.parent} holds no {path.name}; only safetensors files are read"
-        )
-    expected = part.state_dict()
-    tensors: dict[str, Tensor] = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            _check_names(names, set(expected), path)
-            for name in sorted(names):
-                stored = file.get_slice(name)
-                _check_tensor(name, stored.get_shape(), list(expected[name].shape), path)
-                kind = DTYPES.get(stored.get_dtype())
-                if kind is None or (dtype and kind != dtype):
-                    raise InputError(
-                        f"drafter: tensor {name} of {path} is {kind or stored.get_dtype()}, not "
-                        f"{dtype or 'a floating-point type'}; export the drafter again"
-                    )
-                tensors[name] = file.get_tensor(name)
-    except SafetensorError as error:
-        raise InputError(
-            f"drafter: {path} is damaged ({error}); export the drafter again"
-        ) from None
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise InputError(
-                f"drafter: tensor {name} of {path} holds values that are not finite; export an "
-                "earlier checkpoint"
-            )
-    with torch.no_grad():
-        part.load_state_dict(tensors)
-
-
-def _check_names(names: set[str], expected: set[str], path: Path) -> None:
-    missing, unknown = sorted(expected - names), sorted(names - expected)
-    if missing:
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InputError(
-            f"drafter: {path} lacks tensor {missing[0]}{others}; export the drafter again"
-        )
-    if unknown:
-        others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        raise InputError(
-            f"drafter: {path} holds the unknown tensor {unknown[0]}{others}; export the drafter "
-            "again"
-        )
-
-
-def _check_tensor(name: str, stored: list[int], expected: list[int], path: Path) -> None:
-    if list(stored) != expected:
-        raise InputError(
-            f"drafter: tensor {name} of {path} has shape {list(stored)}, but config.json asks for "
-            f"{expected}; export the drafter again"
-        )
-
-
-def _load_relay(
-    folder: Path, config: dict[str, Any], dims: DrafterDims
-) -> tuple[Relay | None, bool]:
-    """The relay and its `first_rejected`; a folder without one is a DFlash drafter."""
-    promised = (config.get("dflow_config") or {}).get("relay")
-    present = (folder / "relay").is_dir()
-    if promised and not present:
-        raise InputError(f"drafter: {folder} lacks its relay folder; export the drafter again")
-    if not present:
-        return None, True
-    if "dflow_config" in config and not promised:
-        raise InputError(
-            f"drafter: {folder} has a relay folder that its config.json does not know; export it "
-            "again"
-        )
-    settings = read_config(folder / "relay/config.json")
-    if promised and settings != promised:
-        raise InputError(
-            f"drafter: {folder}/relay/config.json differs from dflow_config in config.json; "
-            "export it again"
-        )
-    missing = [key for key in ("hidden_size", "first_rejected", "norm_eps") if key not in settings]
-    if missing:
-        raise InputError(f"drafter: {folder}/relay/config.json lacks {missing[0]}; export it again")
-    relay = Relay(
-        dims.hidden_size,
-        settings["hidden_size"],
-        norm_eps=settings["norm_eps"],
-        normalize_boundary=settings.get("normalize_boundary", False),  # older exports did not
-    )
-    load_tensors(relay, folder / "relay/relay.safetensors", None)
-    return relay, bool(settings["first_rejected"])

@@ -7,9 +7,7 @@ G key/value heads, E head size.
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
-import json
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -25,8 +23,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils.logging import disable_progress_bar
 
 from dflow_lightning.errors import InputError
+from dflow_lightning.fingerprint import weights_fingerprint
 
-FINGERPRINT_VALUES = 4096  # values hashed per tensor
 # What transformers raises for files that are missing, damaged, or of no model that it knows.
 UNREADABLE = (
     OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError,
@@ -259,15 +257,7 @@ class FrozenTarget:
     def fingerprint(self) -> str:
         """Hash of the weights: names, shapes and a strided sample of every tensor, in bfloat16."""
         if not hasattr(self, "_fingerprint"):
-            digest = hashlib.sha256()
-            for name, tensor in sorted(self.model.state_dict().items()):
-                flat = tensor.detach().flatten()
-                sample = flat[:: max(1, flat.numel() // FINGERPRINT_VALUES)]
-                # Rounded, so that the dtype a target is loaded in does not matter.
-                sample = sample.to(torch.bfloat16).float().cpu()
-                digest.update(json.dumps([name, list(tensor.shape)]).encode())
-                digest.update(sample.numpy().tobytes())
-            self._fingerprint = digest.hexdigest()
+            self._fingerprint = weights_fingerprint(self.model.state_dict().items())
         return self._fingerprint
 
     def to(self, device: torch.device | str) -> FrozenTarget:

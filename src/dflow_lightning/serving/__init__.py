@@ -1,0 +1,1 @@
+"""The exported drafter inside serving engines."""
