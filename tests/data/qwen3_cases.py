@@ -1,6 +1,6 @@
 """Eight conversations in Qwen3's format, and how their golden masks are made.
 
-    python tests/data/qwen3_cases.py --tokenizer FOLDER_OF_QWEN3 > tests/data/qwen3_masks.json
+python tests/data/qwen3_cases.py --tokenizer FOLDER_OF_QWEN3 > tests/data/qwen3_masks.json
 """
 
 import argparse
