@@ -1,4 +1,4 @@
-"""`dflow-train prepare` from files to folders, with the target in this process or its file's answers."""
+"""`dflow-train prepare` from files to folders: answers of the target, and those of the file."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,8 @@ from dflow_lightning.data import generate_engine
 from dflow_lightning.data.prepared import open_prepared, read_manifest
 from dflow_lightning.data.template import encode_conversation, render_prompt
 from dflow_lightning.decode.engine import Engine
-from dflow_lightning.decode.state import Models
 from dflow_lightning.decode.request import Request
+from dflow_lightning.decode.state import Models
 from dflow_lightning.target import FrozenTarget
 
 TINY = Path(__file__).resolve().parents[2] / "data/tiny-qwen3"
@@ -202,7 +202,7 @@ def test_every_shape_in_every_file(prepare, tmp_path, monkeypatch, target, shape
     assert text.startswith("<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_special_tokens_and_hub_names_that_do_not_exist(prepare):
+def test_hub_names_that_do_not_exist(prepare):
     status, _, err = prepare("someone/no-such-set", *KEEP)
     assert status == 2
     assert err.startswith("error: data: someone/no-such-set is no file and no data set")
@@ -251,7 +251,7 @@ def test_short_answers_have_no_anchor(prepare, write, tmp_path, with_template):
     status, _, err = prepare(data, "--max_new_tokens", 1, out="short")
     assert status == 2
     assert "no row of" in err
-    assert "'no anchor'" not in err or "anchor" in err
+    assert "no anchor" in err
 
 
 def test_a_special_token_inside_an_answer_is_a_reject(
@@ -260,15 +260,16 @@ def test_a_special_token_inside_an_answer_is_a_reject(
     start = target.tokenizer.convert_tokens_to_ids("<|im_start|>")
     really = generate_engine.Answer
 
-    def answer(token_ids, finished):
-        return really([token_ids[0], bad[0], *token_ids[1:]], finished)
-
-    monkeypatch.setattr(generate_engine, "Answer", answer)
     for bad, sentence in (
-        ([start], "'<|im_start|>' stands inside it"),
-        ([len(target.tokenizer)], "is none of the tokenizer's"),
+        (start, "'<|im_start|>' stands inside it"),
+        (len(target.tokenizer), "is none of the tokenizer's"),
     ):
-        status, _, err = prepare(write(*QUESTIONS[:1]), "--overwrite")
+
+        def answer(token_ids, finished, bad=bad):
+            return really([token_ids[0], bad, *token_ids[1:]], finished)
+
+        monkeypatch.setattr(generate_engine, "Answer", answer)
+        status, _, err = prepare(write(*QUESTIONS[:1]), out=f"out{bad}")
         assert status == 2
         assert sentence in err
 
@@ -283,9 +284,7 @@ def test_the_same_command_again_does_nothing(prepare, write, tmp_path):
     assert "is prepared already" in out
     status, _, err = prepare(data, "--max_length", 50)
     assert status == 2
-    assert "was made with rows.max_length 3072 and is now asked for 50" in err or (
-        "was made with sampling.max_length 3072 and is now asked for 50" in err
-    )
+    assert "was made with rows.max_length 3072 and is now asked for 50" in err
     assert files(tmp_path / "out") == before
     assert prepare(data, "--max_length", 50, "--overwrite")[0] == 0
     assert read_manifest(tmp_path / "out")["rows"]["max_length"] == 50
@@ -357,8 +356,9 @@ def test_folders_of_others_are_left_alone(prepare, write, tmp_path):
 
 
 def test_on_policy_tells_own_answers_from_others(prepare, write, tmp_path, target):
-    own = json.loads
-    rows = [own(line) for line in (TINY / "prompts/test.jsonl").read_text().splitlines()[:12]]
+    rows = [
+        json.loads(line) for line in (TINY / "prompts/test.jsonl").read_text().splitlines()[:12]
+    ]
     assert prepare(write(*rows), "--max_new_tokens", 160, "--verify")[0] == 0
     found = json.loads((tmp_path / "out/on_policy.json").read_text())
     assert found["agreement"] > 0.999
