@@ -6,6 +6,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from conversations import assistant, question, user
@@ -75,7 +76,8 @@ def questions(count: int) -> list[dict]:
 def test_every_failure_is_tried_again(prepare, stub, write, tmp_path):
     """A third of all answers fails in each of eight ways; the folder is that of a good server."""
     data = write(*questions(150), {"id": "talk", "messages": TALK})
-    good, bad = stub(), stub("--fail", 0.33, "--slow", 1.5)
+    short = ("--longest", 20)  # no answer is cut off
+    good, bad = stub(*short), stub(*short, "--fail", 0.33, "--slow", 1.5)
     assert prepare(data, f"{good}/v1", out="good")[0] == 0
     status, _, err = prepare(data, f"{bad}/v1", options=["--retries", 12, "--concurrency", 40])
     assert status == 0, err
@@ -102,7 +104,8 @@ def test_rows_without_an_answer_are_listed_or_stop_the_run(prepare, stub, write,
     assert "has no choice with a text; run the same command again" in err
     status, _, _ = prepare(data, f"{url}/v1", options=[*options, "--max_reject_share", 0.3])
     assert status == 0
-    listed = [json.loads(line) for line in (tmp_path / "out/rejects.jsonl").open()]
+    lines = (tmp_path / "out/rejects.jsonl").read_text().splitlines()
+    listed = [json.loads(line) for line in lines]
     assert {one["reason"] for one in listed} == {"not answered"}
     lost = {f"q{one['line'] - 1}" for one in listed}
     found = open_prepared(tmp_path / "out")["id"]
@@ -169,7 +172,7 @@ def test_what_every_request_would_meet_stops_at_once(
 ):
     class Response:
         status = found if isinstance(found, int) else 200
-        headers: dict = {}
+        headers = MappingProxyType[str, str]({})
 
         async def __aenter__(self):
             return self

@@ -305,11 +305,15 @@ def test_an_unfinished_run_with_other_settings(prepare, write, tmp_path, monkeyp
     really = Engine.step
 
     def interrupt(self):
-        raise KeyboardInterrupt
+        if answered:
+            raise KeyboardInterrupt
+        updates = really(self)
+        answered.extend(update for update in updates if update.completion)
+        return updates
 
     monkeypatch.setattr(Engine, "step", interrupt)
-    data = write(*QUESTIONS[:2])
-    assert prepare(data)[0] == 130
+    data, answered = write(*QUESTIONS[:2]), []
+    assert prepare(data, "--concurrency", 1)[0] == 130
     monkeypatch.setattr(Engine, "step", really)
     status, _, err = prepare(data, "--temperature", 1)
     assert status == 2
@@ -356,9 +360,8 @@ def test_folders_of_others_are_left_alone(prepare, write, tmp_path):
 
 
 def test_on_policy_tells_own_answers_from_others(prepare, write, tmp_path, target):
-    rows = [
-        json.loads(line) for line in (TINY / "prompts/test.jsonl").read_text().splitlines()[:12]
-    ]
+    lines = (TINY / "prompts/test.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines[:6]]
     assert prepare(write(*rows), "--max_new_tokens", 160, "--verify")[0] == 0
     found = json.loads((tmp_path / "out/on_policy.json").read_text())
     assert found["agreement"] > 0.999
