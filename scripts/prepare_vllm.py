@@ -38,7 +38,7 @@ def start_server(python: Path, target: Path, log: Path) -> tuple[subprocess.Pope
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
+    command: list[str | Path] = [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--host",
         "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "1024",
         "--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "tiny",
@@ -61,7 +61,7 @@ def start_server(python: Path, target: Path, log: Path) -> tuple[subprocess.Pope
 def prepare(data: Path, out: Path, target: Path, *more: str) -> float:
     """Run the command; seconds it took."""
     start = time.monotonic()
-    command = [
+    command: list[str | Path] = [
         sys.executable, "-m", "dflow_lightning", "prepare", "--data", data, "--out", out,
         "--target", target, "--max_new_tokens", "160", "--max_length", "1024", *more,
     ]  # fmt: skip
