@@ -61,7 +61,7 @@ class Run:
     """One `dflow-train prepare`, whose memory is watched."""
 
     def __init__(self, data: Path, out: Path, target: Path, url: str) -> None:
-        self.command = [
+        self.command: list[str | Path] = [
             sys.executable, "-m", "dflow_lightning", "prepare", "--data", data, "--out", out,
             "--target", target, "--server", f"{url}/v1", "--timeout", "3", "--retries", "8",
             "--concurrency", "64", "--max_new_tokens", "64", "--temperature", "0.7",

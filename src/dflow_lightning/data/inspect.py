@@ -1,7 +1,7 @@
 """`dflow-train inspect`: what the drafter would learn from one row."""
 
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from rich.text import Text
 
 from dflow_lightning.blocks import draw_anchors
 from dflow_lightning.data.conversations import Conversation, Reject, parse_conversations
+from dflow_lightning.data.prepare_target import load_tokenizer, tokenizer_sha256
+from dflow_lightning.data.prepared import is_prepared, open_prepared, read_manifest
 from dflow_lightning.data.template import ChatEncoder, Segment, Supervise
 from dflow_lightning.errors import InputError
 
@@ -22,7 +24,7 @@ SUPERVISED = "bold green"
 def inspect_command(
     *,
     data: Path,
-    target: str,
+    target: str | None = None,
     row: int = 1,
     thinking: bool = False,
     supervise: Supervise = "all_turns",
@@ -32,21 +34,62 @@ def inspect_command(
     Supervised tokens are coloured on a terminal and stand between «marks» elsewhere.
 
     Args:
-        data: JSONL, JSON or Parquet file of conversations.
-        target: hub id or folder of the target; only its tokenizer is loaded.
-        row: line of the row, or its number in a JSON array or a Parquet file, from 1.
-        thinking: let the target think first, where its chat template knows how.
-        supervise: learn from every answer of a conversation, or from the last one.
+        data: folder that dflow-train prepare wrote, or JSONL, JSON or Parquet file of rows.
+        target: hub id or folder of the target, whose tokenizer alone is loaded; by default the one
+            that the folder was prepared for.
+        row: number of the row in a folder, a JSON array or a Parquet file, or its line; from 1.
+        thinking: let the target think first, where its chat template knows how (files only).
+        supervise: learn from every answer of a conversation, or from the last one (files only).
     """
-    conversation = find_row(data.expanduser(), row)
-    tokenizer = _load_tokenizer(target)
+    data = data.expanduser()
+    if is_prepared(data):
+        _show_prepared(data, target, row)
+        return
+    conversation = find_row(data, row)
+    if target is None:
+        raise InputError("target is missing: give --target")
+    tokenizer = load_tokenizer(target)
     encoder = ChatEncoder(tokenizer, enable_thinking=thinking, supervise=supervise)
     try:
-        segments = encoder.segments(conversation.messages)
+        segments = encoder.segments(conversation.messages, conversation.tools)
         encoded = encoder.encode([segments])[0]
     except InputError as error:
         raise InputError(f"row: line {row} of {data}: {error}") from error
     show(f"row {row} of {data}", conversation, segments, encoded.input_ids, encoded.loss_mask)
+
+
+def _show_prepared(folder: Path, target: str | None, row: int) -> None:
+    """A row of a prepared folder, its text made from its tokens."""
+    manifest, rows = read_manifest(folder), open_prepared(folder)
+    if not 1 <= row <= len(rows):
+        raise InputError(f"row is {row}; {folder} has rows 1 to {len(rows)}")
+    tokenizer = load_tokenizer(target or manifest["target"]["name"])
+    if tokenizer_sha256(tokenizer) != manifest["tokenizer_sha256"]:
+        raise InputError(
+            f"target: the tokenizer is not the one that {folder} was prepared with "
+            f"({manifest['target']['name']}); give that target"
+        )
+    found = rows[row - 1]
+    ids, mask = found["input_ids"], found["loss_mask"]
+    ending = "finished" if found["finished"] else "cut off where its limit was reached"
+    notes = [f"the last answer is {ending}"]
+    title = f"row {row} of {folder}"
+    _print(title, found["id"], found["family"], notes, _decoded(tokenizer, ids, mask), ids, mask)
+
+
+def _decoded(
+    tokenizer: Any, ids: Sequence[int], mask: Sequence[bool]
+) -> Iterator[tuple[str, bool]]:
+    """The text of each stretch, which is what the whole text gains by it.
+
+    Some tokenizers drop the space that a text begins with, which must not happen in its middle.
+    """
+    position, before = 0, ""
+    for supervised, members in groupby(mask):
+        position += len(list(members))
+        after = tokenizer.decode(ids[:position], skip_special_tokens=False)
+        yield after[len(before) :], supervised
+        before = after
 
 
 def find_row(path: Path, row: int) -> Conversation:
@@ -91,6 +134,22 @@ def show(
     console: Console | None = None,
 ) -> None:
     """Print the counts, the rendered text and the token ids."""
+    notes = list(_left_out(conversation, segments))
+    name, family = conversation.id, conversation.family
+    _print(title, name, family, notes, _stretches(segments), input_ids, loss_mask, console)
+
+
+def _print(
+    title: str,
+    name: str,
+    family: str,
+    notes: Sequence[str],
+    stretches: Iterable[tuple[str, bool]],
+    input_ids: Sequence[int],
+    loss_mask: Sequence[bool],
+    console: Console | None = None,
+) -> None:
+    """Print the counts, stretches of text that are supervised or not, and the token ids."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=PLAIN_WIDTH, no_color=True, color_system=None)
@@ -98,10 +157,10 @@ def show(
     candidates = anchor_candidates(loss_mask)
     lines = [
         title,
-        f"id {conversation.id}, family {conversation.family}",
+        f"id {name}, family {family}",
         f"{len(input_ids)} tokens, {sum(loss_mask)} supervised",
         f"{len(candidates)} anchor candidates ({', '.join(_ranges(candidates)) or 'none'})",
-        *_left_out(conversation, segments),
+        *notes,
     ]
 
     def put(*parts: tuple[str, bool]) -> None:
@@ -114,11 +173,11 @@ def show(
     for line in lines:
         put((line, False))
     put(("", False))
-    put(*((text, supervised) for text, supervised in _stretches(segments)))
+    put(*stretches)
     put(("token ids", False))
-    stretches = groupby(zip(loss_mask, input_ids, strict=True), key=lambda pair: pair[0])
+    runs = groupby(zip(loss_mask, input_ids, strict=True), key=lambda pair: pair[0])
     parts: list[tuple[str, bool]] = []
-    for supervised, pairs in stretches:
+    for supervised, pairs in runs:
         ids = " ".join(str(token) for _, token in pairs)
         parts += [(" ", False), (ids, supervised)] if parts else [(ids, supervised)]
     put(*parts)
@@ -146,9 +205,9 @@ def _stretches(segments: Sequence[Segment]) -> Iterator[tuple[str, bool]]:
 
 def _left_out(conversation: Conversation, segments: Sequence[Segment]) -> Iterator[str]:
     """What of the row is not in the text."""
-    if conversation.tools:
-        yield "not rendered: the definitions of the row's tools"
     text = "".join(segment.text for segment in segments)
+    if any(not _is_in(tool, text) for tool in conversation.tools):
+        yield "not rendered: the definitions of the row's tools"
     calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
     if any(call["function"]["name"] not in text for call in calls):
         yield "not rendered: tool calls, which the chat template leaves out"
@@ -161,10 +220,8 @@ def _ranges(positions: Sequence[int]) -> Iterator[str]:
         yield str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"
 
 
-def _load_tokenizer(target: str) -> Any:
-    from dflow_lightning.data.datamodule import load_tokenizer  # imports lightning
-
-    try:
-        return load_tokenizer(target)
-    except InputError as error:
-        raise InputError(str(error).replace("model.target.path", "target", 1)) from error
+def _is_in(tool: Any, text: str) -> bool:
+    """Whether a text has the name of a tool that is defined in OpenAI's form."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else {}
+    name = function.get("name") if isinstance(function, dict) else None
+    return isinstance(name, str) and name in text

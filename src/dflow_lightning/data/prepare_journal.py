@@ -56,7 +56,7 @@ class Journal:
     """The database of one unfinished folder; only one process may hold it.
 
     Raises:
-        InputError: another process has it, or it belongs to other settings.
+        InputError: another process has it, or it has answers that were asked with other settings.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -81,9 +81,14 @@ class Journal:
             ) from error
         self._committed = time.monotonic()
         known = self.meta("settings")
-        if known is None:
+        changed = difference(known or {}, settings)
+        if not changed:
+            return
+        if not self.count_answers()[0]:  # nothing is lost
+            for table in ("meta", "rejects", "answers"):
+                self._execute(f"DELETE FROM {table}")
             self.set_meta("settings", dict(settings))
-        elif changed := difference(known, settings):
+        else:
             self.close()
             raise OtherSettingsError(
                 f"out: {path.parent} was begun with {changed}; give the earlier value, another "
@@ -126,6 +131,10 @@ class Journal:
         """Rejects by reason, the most frequent first."""
         query = "SELECT reason, COUNT(*) FROM rejects GROUP BY reason ORDER BY 2 DESC, 1"
         return dict(self._database.execute(query))
+
+    def num_asked(self, num_rows: int) -> int:
+        """Of so many lines in the source, those that are asked."""
+        return num_rows - self._one("SELECT COUNT(*) FROM rejects WHERE NOT late")[0]
 
     def worst(self) -> tuple[int, str, str]:
         """How many rejects are mistakes, their commonest reason, and its first case."""

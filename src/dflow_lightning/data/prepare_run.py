@@ -171,7 +171,7 @@ class Preparation:
         self, generator: Generator, sampling: Sampling, journal: Journal, num_rows: int
     ) -> None:
         """Let the target answer whatever has no answers yet."""
-        total = (num_rows - sum(journal.count_rejects().values())) * self.samples
+        total = journal.num_asked(num_rows) * self.samples
         before = journal.count_answers()[0]
         if before == total:
             return
@@ -209,7 +209,7 @@ class Preparation:
     def _write(self, journal: Journal, num_rows: int) -> dict[str, Any]:
         """The folder, from the journal alone: an interruption costs only this step."""
         maker = RowMaker(self.encoder, self.options, self.stop_ids)
-        total = num_rows - sum(journal.count_rejects().values())
+        total = journal.num_asked(num_rows)
         with staged_folder(self.out) as folder:
             writer = PreparedWriter(folder)
             with PrepareProgress("rows", total * self.samples) as progress:
@@ -234,7 +234,11 @@ class Preparation:
                 f"{reason!r}, first {first}; what is answered is kept in {self.partial}"
             )
         if sum(journal.count_rejects().values()) >= num_rows:
-            raise InputError(f"data: no row of {self.source.path} is left, most often for {reason}")
+            reason = next(iter(journal.count_rejects()), "")
+            raise InputError(
+                f"data: no row of {self.source.path} is left, most often for {reason!r}; give "
+                "other rows or settings"
+            )
 
 
 class _HeldOut:
