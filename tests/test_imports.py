@@ -18,7 +18,17 @@ LAYERS = [
     {"validation", "progress", "tracking", "strategy"},
     {
         *("checkpoint", "export", "export_speculators", "engine_contract", "model_card", "atomic"),
-        *("bench", "bench_row", "bench_table", "measure", "equality", "report", "charts", "ui"),
+        *(
+            "bench",
+            "bench_row",
+            "bench_suite",
+            "bench_table",
+            "measure",
+            "equality",
+            "report",
+            "charts",
+            "ui",
+        ),
         *("serving", "validate_export"),
     },
     {"arguments", "cli", "plan", "__main__"},
