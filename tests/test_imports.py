@@ -10,25 +10,16 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
-    {"errors"},
+    {"errors", "atomic"},
     {"acceptance", "attention", "blocks", "loss", "metrics"},
     {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
     {"draft", "drafter_folder", "integrity", "rollout", "decode", "data", "tap_fingerprint"},
     {"module", "optimizer"},
     {"validation", "progress", "tracking", "strategy"},
     {
-        *("checkpoint", "export", "export_speculators", "engine_contract", "model_card", "atomic"),
-        *(
-            "bench",
-            "bench_row",
-            "bench_suite",
-            "bench_table",
-            "measure",
-            "equality",
-            "report",
-            "charts",
-            "ui",
-        ),
+        *("checkpoint", "export", "export_speculators", "engine_contract", "model_card"),
+        *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality"),
+        *("report", "charts", "ui"),
         *("serving", "validate_export"),
     },
     {"arguments", "cli", "plan", "__main__"},

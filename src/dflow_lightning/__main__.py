@@ -13,6 +13,10 @@ RUNS = {
     "plan": "say what a recipe needs before it is run",
 }
 TOOLS = {
+    "prepare": (
+        "dflow_lightning.data.prepare:prepare_command",
+        "let the target answer prompts, and write tokens to train on",
+    ),
     "inspect": (
         "dflow_lightning.data.inspect:inspect_command",
         "show a row of data and what is learned from it",

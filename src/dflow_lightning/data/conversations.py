@@ -52,6 +52,7 @@ class ConversationReader:
         max_reject_share: share of rejects among all rows above which iteration ends in an error.
         field: the setting that named the file, for messages.
         rows: where the rows come from, if not from the file; `path` is then their name.
+        on_reject: is told of each reject, with its line.
 
     Attributes:
         num_rows: rows read so far, rejects included.
@@ -70,6 +71,7 @@ class ConversationReader:
         max_reject_share: float = 0.01,
         field: str = "data",
         rows: Callable[[], Rows] | None = None,
+        on_reject: Callable[[int, Reject], None] | None = None,
     ) -> None:
         if not 0 <= max_reject_share <= 1:
             raise InputError(
@@ -78,6 +80,7 @@ class ConversationReader:
         self.path, self.field, self.max_reject_share = path, field, max_reject_share
         self.rejects_path = out.with_name(out.name + ".rejects.jsonl")
         self._rows = rows or (lambda: parse_conversations(path, field=field))
+        self._on_reject = on_reject
         self.num_rows = self.line = 0
         self.rejects: Counter[str] = Counter()
 
@@ -107,6 +110,8 @@ class ConversationReader:
                     yield row
                     continue
                 self.rejects[row.reason] += 1
+                if self._on_reject:
+                    self._on_reject(line, row)
                 first.setdefault(row.reason, f"line {line}: {row.detail}")
                 record = {"line": line, "reason": row.reason, "detail": row.detail}
                 rejects_file.write(json.dumps(record) + "\n")

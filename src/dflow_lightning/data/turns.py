@@ -26,10 +26,14 @@ THINKING = ("<think>", "</think>")
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target wrote: its tokens, the end token included where it ended by itself."""
+    """What the target wrote: its tokens, the end token included where it ended by itself.
+
+    `from_text`: the tokens are those of its text, which need not be those it chose.
+    """
 
     token_ids: list[int]
     finished: bool
+    from_text: bool = False
 
 
 class TurnRow(NamedTuple):

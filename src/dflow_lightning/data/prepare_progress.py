@@ -1,0 +1,86 @@
+"""How far `prepare` is: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+REFRESH_SECONDS = 0.5
+LINE_SECONDS = 10.0
+
+
+class PrepareProgress:
+    """Rows per second, tokens per second and the time left, on standard error.
+
+    Args:
+        what: what is being done, as `answers`.
+        total: rows there are.
+        done: rows that an earlier run did; they do not count as speed.
+    """
+
+    def __init__(self, what: str, total: int, done: int = 0) -> None:
+        self.what, self.total, self.done, self._before = what, total, done, done
+        self.tokens = self.failed = self.retries = 0
+        self._start = time.perf_counter()
+        self._shown = 0.0 if sys.stderr.isatty() else self._start
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> PrepareProgress:
+        self._start = time.perf_counter()
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn(self.what),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                console=Console(file=sys.stderr),
+                expand=True,
+            )
+            self._bar.add_task(self.what, total=self.total, completed=self.done, text="")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.show()
+        if self._bar:
+            self._bar.stop()
+
+    def count(self, tokens: int, *, failed: bool = False) -> None:
+        """One more row."""
+        self.done += 1
+        self.tokens += tokens
+        self.failed += failed
+        wait = REFRESH_SECONDS if self._bar else LINE_SECONDS
+        if time.perf_counter() - self._shown > wait:
+            self.show()
+
+    def show(self) -> None:
+        """Refresh the bar, or print a line."""
+        self._shown = time.perf_counter()
+        text = self.text(self._shown - self._start)
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=self.done, text=text)
+        else:
+            print(f"{self.what} {self.done:,}/{self.total:,}  {text}", file=sys.stderr, flush=True)
+
+    def text(self, seconds: float) -> str:
+        """Speed since the start, and what went wrong."""
+        rows = (self.done - self._before) / max(seconds, 1e-9)
+        parts = [f"{rows:,.1f} rows/s", f"{self.tokens / max(seconds, 1e-9):,.0f} tokens/s"]
+        if self._bar is None and rows > 0:
+            left = round((self.total - self.done) / rows)
+            parts.append(f"eta {left // 3600}:{left // 60 % 60:02}:{left % 60:02}")
+        for name in ("failed", "retries"):
+            if count := getattr(self, name):
+                parts.append(f"{count:,} {name}")
+        return "  ".join(parts)
