@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check fmt compare compare-quick bench-throughput lossless relay-cost interop env-interop bench-peers env-vllm clean
+.PHONY: help env demo test check fmt compare compare-quick bench-throughput lossless bench-loader relay-cost interop env-interop bench-peers env-vllm clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ bench-throughput: env ## tokens/s of the shipped drafters with 1 to 32 requests 
 
 lossless: env ## every drafter, relay, backend and batch size against plain decoding, token for token
 	$(BIN)/python scripts/lossless.py --drafter data/tiny-drafters/dflash --drafter data/tiny-drafters/dflow
+
+bench-loader: env ## the data loader alone beside the training step: is data ever the bottleneck?
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_loader.py
 
 relay-cost: env ## the relay's share of a round: embedded target and a Qwen3-1.7B shape (12 GB of memory)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/relay_cost.py

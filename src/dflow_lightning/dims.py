@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import Qwen3Config
 
@@ -167,12 +168,18 @@ def choose_mask_token_id(given: int | None, target: FrozenTarget) -> int:
         )
     mask_token_id = len(tokenizer) if given is None else given
     check_mask_token_id(mask_token_id, target)
-    if mask_token_id < tokenizer.vocab_size and mask_token_id not in tokenizer.all_special_ids:
+    if mask_token_id < tokenizer.vocab_size and not _is_special(tokenizer, mask_token_id):
         raise InputError(
             f"drafter.mask_token_id is {mask_token_id}, a token of ordinary text; "
             "give the id of a row that no text produces"
         )
     return mask_token_id
+
+
+def _is_special(tokenizer: Any, token_id: int) -> bool:
+    """Whether no text produces the token: a named special one, or one that was added as such."""
+    added = tokenizer.added_tokens_decoder.get(token_id)
+    return token_id in tokenizer.all_special_ids or (added is not None and added.special)
 
 
 def _unused_special(target: FrozenTarget) -> str:
