@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from conversations import assistant, user
 
-from dflow_lightning.data import tasks
 from dflow_lightning.data.tasks import (
     TASKS,
     TaskRow,
@@ -198,4 +197,7 @@ def test_tasks_are_decoded_in_validation(make_data, write, tmp_path):
     families = [prompt.family for prompt in prompts]
     assert families == ["default"] + ["gsm8k"] * 2 + ["mt-bench"] * 2
     assert data.prompts("validation", per_family=2) == prompts
-    assert {name.split(".")[0] for name in tasks.TASKS} >= {"gsm8k", "mt-bench"}
+    with pytest.raises(
+        InputError, match=r"data\.validation_tasks are given but data\.validation is"
+    ):
+        make_data(validation_tasks=["gsm8k"])

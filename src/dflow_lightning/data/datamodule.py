@@ -97,6 +97,11 @@ class ChatDataModule(LightningDataModule):
             "test": limit_test,
         }
         check_sets(self.paths["train"], train_weights)
+        if validation_tasks and validation is None:
+            raise InputError(
+                "data.validation_tasks are given but data.validation is not; validation needs rows "
+                "for its loss, give a few"
+            )
         self.train_weights = train_weights
         self.tokenizer_path = tokenizer
         self.max_length = max_length
