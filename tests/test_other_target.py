@@ -86,7 +86,8 @@ def whole_way(
     fit = launch(
         "fit", f"--model.target.path={target}", f"--model.drafter.mask_token_id={mask_id}",
         f"--data.train={folder / 'train'}", f"--data.validation={folder / 'held-out'}",
-        "--data.pack=true", "--data.batch_size=1", "--trainer.accelerator=cpu",
+        "--data.pack=true", "--model.relay.enabled=true", "--data.batch_size=1",
+        "--trainer.accelerator=cpu",
         "--trainer.devices=1", "--trainer.check_val_every_n_epoch=null",
         "--trainer.num_sanity_val_steps=0", f"--validation.max_new_tokens={tokens}",
         f"--run_dir={folder / 'run'}", "--tracking.enabled=false", *settings,
@@ -116,9 +117,9 @@ def test_a_random_llama_from_prompts_to_a_proven_export(launch, llama, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(llama)
     settings = [
         "--model.drafter.num_layers=1", "--model.drafter.block_size=4",
-        "--model.drafter.target_layer_ids=[0,2,3]", "--model.num_anchors=12",
-        "--rollout.num_anchors=6", "--data.max_length=160", "--trainer.max_steps=3",
-        "--trainer.val_check_interval=3",
+        "--model.drafter.target_layer_ids=[0,2,3]", "--model.num_anchors=48",
+        "--rollout.num_anchors=16", "--data.max_length=160", "--trainer.max_steps=80",
+        "--trainer.val_check_interval=80", "--model.optimizer.lr=3e-3",
     ]  # fmt: skip
     mask_id = tokenizer.convert_tokens_to_ids("<think>")
     tasks = write_tasks(tmp_path / "tasks")
@@ -126,6 +127,9 @@ def test_a_random_llama_from_prompts_to_a_proven_export(launch, llama, tmp_path)
     assert {(row["family"], row["prompts"]) for row in rows} == {
         ("gsm8k", 2), ("mt-bench", 4), ("pooled", 6)
     }  # fmt: skip
+    pooled = {row["relay"]: row for row in rows if row["family"] == "pooled"}
+    assert pooled.keys() == {"on", "off"}
+    assert min(row["tau"] for row in pooled.values()) > 1.1  # drafts were accepted, not only made
     manifest = read_manifest(tmp_path / "train")
     assert manifest["target"]["name"] == str(llama)
     config = json.loads((tmp_path / "export/config.json").read_text())
