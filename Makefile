@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check fmt compare compare-quick bench-throughput lossless prepare-soak prepare-vllm relay-cost interop env-interop bench-peers env-vllm clean
+.PHONY: $(shell awk -F: '/^[a-z-]+:.*\#\# / {print $$1}' $(MAKEFILE_LIST))
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ prepare-soak: env ## 100,000 rows from a server that fails, by a run that is kil
 
 prepare-vllm: env env-vllm ## prepare against a real vLLM server on this CPU: the same rows as in process
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/prepare_vllm.py
+
+bench-loader: env ## the data loader alone beside the training step: is data ever the bottleneck?
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_loader.py
 
 relay-cost: env ## the relay's share of a round: embedded target and a Qwen3-1.7B shape (12 GB of memory)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/relay_cost.py

@@ -22,12 +22,12 @@ LAYERS = [
     {
         *("checkpoint", "export", "export_speculators", "engine_contract", "model_card"),
         *("signals", "guards", "replay"),
-        *("bench", "bench_row", "bench_table", "measure", "equality", "report", "charts", "ui"),
+        *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality"),
+        *("report", "charts", "ui"),
         *("serving", "validate_export"),
     },
     {"arguments", "cli", "plan", "__main__"},
-]
-TRAINING_ONLY = ("lightning", "pytorch_lightning", "deepspeed", "mlflow")
+]TRAINING_ONLY = ("lightning", "pytorch_lightning", "deepspeed", "mlflow")
 
 
 def layer(name: str) -> int:

@@ -11,9 +11,10 @@ from targets import random_target
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflow_lightning.blocks import Anchors
-from dflow_lightning.data.batches import TokenRows, TrainLoader
+from dflow_lightning.data.batches import TrainLoader
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.data.template import EncodedRow
+from dflow_lightning.data.token_rows import TokenRows
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.plan import Plan, make_plan, parse, steps
@@ -261,7 +262,7 @@ def test_only_a_relay_makes_the_target_verify(configs: dict[str, Path]) -> None:
 def test_steps_are_the_loaders(tmp_path: Path, tiny_target_dir: Path, accumulate: int) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text("{}\n" * 47 + "\n")
-    tokens = TokenRows.pack([EncodedRow([1, 2], [0, 1])] * 47, [str(i) for i in range(47)], 0)
+    tokens = TokenRows.pack([EncodedRow([1, 2], [0, 1])] * 47, [str(i) for i in range(47)])
     batches = len(TrainLoader(tokens, batch_size=4, seed=0, rank=0, world_size=2))
     plan = planned(
         f"--model.target.path={tiny_target_dir}", f"--data.train={data}", "--gpus=2",

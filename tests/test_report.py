@@ -185,17 +185,21 @@ def test_drafters_without_a_common_concurrency_are_not_compared(tmp_path):
     assert not (tmp_path / "r.html").exists()
 
 
-def test_backends_and_rules_are_told_apart(tmp_path):
-    content = [
-        row("x", "off", "pooled", temperature=1.0, acceptance=rule, backend=backend, tau=tau)
-        for rule, backend, tau in (("sample_match", "eager", 2.5), ("rejection", "compiled", 2.0))
-    ]
-    path = write(tmp_path / "a.json", content=content)
-    report_command(bench=[path], out=tmp_path / "r.html")
-    text = Page(tmp_path / "r.html").text
-    assert "x, eager, sample_match" in text
-    assert "x, compiled, rejection" in text
-    assert "0.800" in text
+@pytest.mark.parametrize(
+    "other", [{"acceptance": "rejection"}, {"backend": "compiled"}, {"engine": "another eager"}]
+)
+def test_engines_and_rules_never_share_a_table(tmp_path, other):
+    content = [row("x", "off", "pooled", temperature=1.0, acceptance="sample_match", tau=2.5)]
+    first = write(tmp_path / "a.json", content=content, engine="ours eager")
+    engine = {"engine": other.get("engine", f"ours {other.get('backend', 'eager')}")}
+    changes = {key: value for key, value in other.items() if key != "engine"}
+    content = [content[0] | changes | {"tau": 2.0}]
+    second = write(tmp_path / "b.json", content=content, **engine)
+    report_command(bench=[first, second], out=tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert page.count("<h2>Temperature 1 ") == 2
+    assert page.count("<h3>Acceptance length tau</h3>") == 2
+    assert "0.800" not in page  # no ratio of the two
 
 
 def test_unknown_rates_are_dashes(tmp_path):

@@ -1,6 +1,5 @@
 """`dflow-train bench`: drafters on held-out prompts, by real decoding."""
 
-import hashlib
 import json as jsonlib
 import os
 import platform
@@ -18,8 +17,9 @@ from rich.progress import Progress
 
 from dflow_lightning import atomic
 from dflow_lightning.bench_row import Row
+from dflow_lightning.bench_suite import Suite, SuiteChoice, read_suite, suite_path
 from dflow_lightning.bench_table import show
-from dflow_lightning.data.prompts import Prompt, read_prompts
+from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.steps import Backend
@@ -29,8 +29,6 @@ from dflow_lightning.target import FrozenTarget
 
 __all__ = ["BenchResult", "BenchSettings", "Row", "bench", "bench_command"]
 
-TINY_SUITE = Path("prompts/test.jsonl")  # beside the weights of the embedded target
-
 
 def bench_command(
     *,
@@ -38,7 +36,10 @@ def bench_command(
     drafter: list[Path],
     suite: str = "tiny",
     temperature: list[float] = [0.0],  # noqa: B006  (read by the command line, never changed)
+    suite_dir: Path | None = None,
+    limit: int | None = None,
     per_family: int = 32,
+    thinking: bool = False,
     max_new_tokens: int = 128,
     relay: RelayChoice = "both",
     json: Path | None = None,
@@ -53,9 +54,14 @@ def bench_command(
     Args:
         target: hub id or folder of the target.
         drafter: folder of an exported drafter; give it again for each further one.
-        suite: `tiny` (the embedded target's test prompts) or a JSONL file of prompts.
+        suite: `tiny` (the embedded target's test prompts), `all` or some of the benchmark tasks
+            gsm8k, math500, humaneval, mbpp, mt-bench and alpaca, separated by commas, or a JSONL
+            file of prompts or of conversations in turns.
+        suite_dir: folder with the tasks as `<task>.jsonl`; by default they come from the hub.
+        limit: conversations of each task, always the same ones (seed 42); by default all.
         temperature: one or more, separated by commas.
-        per_family: prompts of each family.
+        per_family: prompts of each family of the suite `tiny` or of a file.
+        thinking: let the target think first, where its chat template knows how.
         max_new_tokens: upper limit of an answer.
         relay: how drafters that have a relay are measured.
         json: also write the rows and the environment to this file.
@@ -77,21 +83,23 @@ def bench_command(
         seed=seed,
     )
     check_settings(settings, drafter, per_family)
-    path = suite_path(suite, target)
+    choice = SuiteChoice(
+        name=suite, folder=suite_dir, limit=limit, per_family=per_family, thinking=thinking,
+        max_new_tokens=max_new_tokens,
+    )  # fmt: skip
+    choice.check()
+    if not choice.tasks:
+        suite_path(suite, target)  # a missing file is said before a target is loaded
     frozen = FrozenTarget.load(target)
-    prompts = read_prompts(
-        frozen.tokenizer,
-        path,
-        per_family=per_family,
-        max_length=frozen.config.max_position_embeddings - 1,
-        field="suite",
-    )
     decoders = {str(one): SpeculativeDecoder.from_export(one, frozen) for one in drafter}
     if json is not None:
         atomic.check_writable(json, "json")
-    result = bench_shown(decoders, prompts, settings, quiet)
+    asked = read_suite(choice, frozen, next(iter(decoders.values())))
+    if not quiet:
+        print("\n".join(asked.lines()), flush=True)
+    result = bench_shown(decoders, asked.prompts, settings, quiet)
     if json is not None:
-        about = environment(frozen, settings, suite, path, prompts)
+        about = environment(frozen, settings, asked)
         about |= {"warm_up_seconds": result.warm_up_seconds}
         content = {"rows": [asdict(row) for row in result.rows], "environment": about}
         atomic.write_text(json, jsonlib.dumps(content, indent=1) + "\n")
@@ -157,18 +165,6 @@ def check_settings(settings: BenchSettings, drafters: list[Path], per_family: in
         )
 
 
-def suite_path(suite: str, target: str) -> Path:
-    """The file a suite's name stands for."""
-    if suite != "tiny":
-        return Path(suite)
-    path = Path(target) / TINY_SUITE
-    if not path.is_file():
-        raise InputError(
-            f"suite: {target} holds no {TINY_SUITE}, which the suite tiny reads; give a JSONL file"
-        )
-    return path
-
-
 def versions() -> dict[str, str]:
     """Python and the packages whose change may change a number."""
     found = {"python": platform.python_version()}
@@ -180,16 +176,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def environment(
-    target: FrozenTarget,
-    settings: BenchSettings,
-    suite: str,
-    path: Path,
-    prompts: list[Prompt],
-) -> dict[str, Any]:
+def environment(target: FrozenTarget, settings: BenchSettings, suite: Suite) -> dict[str, Any]:
     """What has to be known to measure the same again, or to refuse a comparison."""
-    template = getattr(target.tokenizer, "chat_template", None) or ""
-    families = [prompt.family for prompt in prompts]
+    families = [prompt.family for prompt in suite.prompts]
     return {
         "command": shlex.join(["dflow-train", *sys.argv[1:]]),
         "engine": f"dflow-lightning {settings.backend}",
@@ -201,10 +190,12 @@ def environment(
         "dtype": str(target.dtype).removeprefix("torch."),
         "target": target.name,
         "target_fingerprint": target.fingerprint,
-        "template_hash": hashlib.sha256(str(template).encode()).hexdigest()[:16],
-        "enable_thinking": False,
-        "suite": suite,
-        "suite_hash": hashlib.sha256(path.read_bytes()).hexdigest()[:16],
+        "template_hash": suite.template,
+        "enable_thinking": suite.thinking,
+        "suite": suite.name,
+        "suite_hash": suite.digest,
+        "suite_sources": suite.sources,
+        "left_out": suite.left_out,
         "prompts": {family: families.count(family) for family in dict.fromkeys(families)},
         "max_new_tokens": settings.max_new_tokens,
         "concurrency": list(settings.concurrency),

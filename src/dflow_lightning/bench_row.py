@@ -1,8 +1,10 @@
 """What the bench reports of one drafter, and how it follows from decoded prompts."""
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -11,6 +13,12 @@ from dflow_lightning.decode import Completion, RoundTimer
 from dflow_lightning.equality import Difference
 
 PARTS = ("whole", "draft", "verify", "relay", "commit")  # of a round
+
+
+def template_hash(tokenizer: Any) -> str:
+    """What tells chat templates apart: numbers measured with different ones are not compared."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return hashlib.sha256(str(template).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import Qwen3Config
 
@@ -159,14 +160,38 @@ def check_target_layer_ids(layer_ids: list[int], num_target_layers: int) -> None
 def choose_mask_token_id(given: int | None, target: FrozenTarget) -> int:
     """The given id, if no ordinary text holds it, or the first row after the tokenizer's."""
     tokenizer = target.tokenizer
+    if given is None and len(tokenizer) >= target.vocab_size:
+        raise InputError(
+            f"drafter.mask_token_id: {target.name} has no row after the tokenizer's "
+            f"{len(tokenizer)} tokens; give the id of a special token that no conversation "
+            f"contains{_unused_special(target)}"
+        )
     mask_token_id = len(tokenizer) if given is None else given
     check_mask_token_id(mask_token_id, target)
-    if mask_token_id < tokenizer.vocab_size and mask_token_id not in tokenizer.all_special_ids:
+    if mask_token_id < tokenizer.vocab_size and not _is_special(tokenizer, mask_token_id):
         raise InputError(
             f"drafter.mask_token_id is {mask_token_id}, a token of ordinary text; "
             "give the id of a row that no text produces"
         )
     return mask_token_id
+
+
+def _is_special(tokenizer: Any, token_id: int) -> bool:
+    """Whether no text produces the token: a named special one, or one that was added as such."""
+    added = tokenizer.added_tokens_decoder.get(token_id)
+    return token_id in tokenizer.all_special_ids or (added is not None and added.special)
+
+
+def _unused_special(target: FrozenTarget) -> str:
+    """Some special tokens that stop, pad or begin nothing and that no chat template names."""
+    tokenizer, template = target.tokenizer, str(target.tokenizer.chat_template or "")
+    taken = {*target.stop_token_ids, tokenizer.pad_token_id, tokenizer.bos_token_id}
+    free = [
+        f"{token.content} ({index})"
+        for index, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special and index not in taken and token.content not in template
+    ]
+    return f", such as {', '.join(free[:3])}" if free else ""
 
 
 def check_mask_token_id(mask_token_id: int, target: FrozenTarget) -> None:

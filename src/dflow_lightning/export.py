@@ -150,7 +150,8 @@ def _validation_prompts(recipe: Mapping[str, Any]) -> dict[str, Any]:
     path = Path(data.get("validation") or "")
     counts = [validation["prompts_per_family"], data.get("limit_validation")]
     return {
-        "file": path.name,
+        # With tasks beside it no file alone gives the same tau again.
+        "file": ", ".join([path.name, *(data.get("validation_tasks") or [])]),
         "sha256": integrity.file_sha256(path) if path.is_file() else None,
         "per_family": min((count for count in counts if count), default=None),
         "enable_thinking": data.get("enable_thinking", False),

@@ -107,13 +107,16 @@ def check_same_conditions(paths: list[Path], results: list[dict]) -> None:
 
 def render(sources: list[str], results: list[dict]) -> str:
     """The whole page."""
-    rows = [row for result in results for row in result["rows"]]
+    rows = [
+        row | {"engine": result["environment"].get("engine", row["backend"])}
+        for result in results
+        for row in result["rows"]
+    ]
     parts = ["<h1>Speculative decoding: measured results</h1>", hatch_definitions(), INTRODUCTION]
-    for temperature in sorted({row["temperature"] for row in rows}):
-        chosen = [row for row in rows if row["temperature"] == temperature]
-        rule = ", ".join(sorted({row["acceptance"] for row in chosen}))
-        parts.append(f"<h2>Temperature {temperature:g} ({escape(rule)})</h2>")
-        parts += section(told_apart(chosen))
+    for key, chosen in comparable(rows).items():
+        temperature, rule, engine = key
+        parts.append(f"<h2>Temperature {temperature:g} ({escape(rule)}, {escape(engine)})</h2>")
+        parts += section(with_names(chosen))
     for source, result in zip(sources, results, strict=True):
         parts.append(environment_table(source, result["environment"]))
     body = "\n".join(parts)
@@ -125,16 +128,19 @@ def render(sources: list[str], results: list[dict]) -> str:
     )
 
 
-def told_apart(rows: list[dict]) -> list[dict]:
-    """Short drafter names, with the backend and the acceptance rule where those differ."""
+def comparable(rows: list[dict]) -> dict[tuple[float, str, str], list[dict]]:
+    """Rows by temperature, acceptance rule, and engine: others never share a table or a chart."""
+    found: dict[tuple[float, str, str], list[dict]] = {}
+    for row in sorted(rows, key=lambda row: row["temperature"]):
+        engine = row["engine"] if row["backend"] in row["engine"] else row["backend"]
+        found.setdefault((row["temperature"], row["acceptance"], engine), []).append(row)
+    return found
+
+
+def with_names(rows: list[dict]) -> list[dict]:
+    """Short drafter names."""
     names = short_names([row["drafter"] for row in rows])
-    varied = [key for key in ("backend", "acceptance") if len({row[key] for row in rows}) > 1]
-    kept = []
-    for row in rows:
-        backend = [row["backend"]] if "backend" in varied else []
-        drafter = [names[row["drafter"]], *(row[key] for key in varied)]
-        kept.append(row | {"drafter": ", ".join(drafter), "plain": ", ".join(["plain", *backend])})
-    return kept
+    return [row | {"drafter": names[row["drafter"]], "plain": "plain"} for row in rows]
 
 
 def section(rows: list[dict]) -> list[str]:

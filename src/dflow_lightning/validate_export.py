@@ -37,7 +37,8 @@ import torch
 from torch import Tensor
 
 from dflow_lightning import atomic, integrity
-from dflow_lightning.bench import suite_path, versions
+from dflow_lightning.bench import versions
+from dflow_lightning.bench_suite import suite_path
 from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import Completion, SpeculativeDecoder
 from dflow_lightning.dims import DrafterDims, choose_mask_token_id

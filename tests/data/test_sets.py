@@ -25,12 +25,14 @@ from dflow_lightning.data.token_rows import (
 from dflow_lightning.errors import InputError
 
 
-def write_prepared(folder: Path, rows: list[PreparedRow], rows_per_file: int = 7) -> Path:
+def write_prepared(
+    folder: Path, rows: list[PreparedRow], rows_per_file: int = 7, **manifest
+) -> Path:
     folder.mkdir()
     writer = PreparedWriter(folder, rows_per_file)
     for row in rows:
         writer.write(row)
-    finish(folder, {}, writer.close())
+    finish(folder, manifest, writer.close())
     return folder
 
 
@@ -140,6 +142,20 @@ def test_overlap_is_found_between_all_kinds(kinds, make_data, write, tmp_path, t
 def test_the_last_answer(mask, wanted):
     found = last_answer(np.array(mask, bool))
     assert (found.start, found.stop) == wanted
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        ({"tokenizer_sha256": "0"}, "prepared with another tokenizer than the target's"),
+        ({"template_sha256": "0"}, "prepared with another chat template than the target's"),
+        ({"enable_thinking": True}, r"data\.enable_thinking is False, but .* prepared with True"),
+    ],
+)
+def test_a_folder_prepared_for_something_else(make_data, tmp_path, manifest, message):
+    folder = write_prepared(tmp_path / "other", numbered(9), **manifest)
+    with pytest.raises(InputError, match=message):
+        make_data(train=folder).setup("fit")
 
 
 def test_a_directory_that_nobody_prepared(make_data, tmp_path):

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from dflow_lightning.data.batches import HeldOutLoader, TrainLoader
 from dflow_lightning.data.prompts import Prompt, first_per_family, make_prompts, prepared_prompts
 from dflow_lightning.data.rows import Row
-from dflow_lightning.data.sets import check_disjoint, read_set
+from dflow_lightning.data.sets import check_disjoint, check_manifest, read_set
 from dflow_lightning.data.tasks import TaskName, task_prompts
 from dflow_lightning.data.template import ChatEncoder, EncodedRow
 from dflow_lightning.data.token_rows import Batch, ChainedRows, PreparedRows, RowSource, TokenRows
@@ -97,6 +97,11 @@ class ChatDataModule(LightningDataModule):
             "test": limit_test,
         }
         check_sets(self.paths["train"], train_weights)
+        if validation_tasks and validation is None:
+            raise InputError(
+                "data.validation_tasks are given but data.validation is not; validation needs rows "
+                "for its loss, give a few"
+            )
         self.train_weights = train_weights
         self.tokenizer_path = tokenizer
         self.max_length = max_length
@@ -188,7 +193,10 @@ class ChatDataModule(LightningDataModule):
             raise InputError(f"data.{split} is not set; give a prepared folder or a JSONL file")
         for path in self.paths[split]:
             if path not in self._sets:
-                self._sets[path] = read_set(path, f"data.{split}")
+                rows = read_set(path, f"data.{split}")
+                if isinstance(rows, PreparedRows):
+                    check_manifest(rows, self._chat_encoder(), f"data.{split}")
+                self._sets[path] = rows
         return [self._sets[path] for path in self.paths[split]]
 
     def _first(self, rows: PreparedRows, split: Split, count: int | None) -> list[int]:

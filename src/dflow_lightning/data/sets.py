@@ -46,6 +46,34 @@ def read_set(path: Path, field: str) -> list[Row] | PreparedRows:
     return read_rows(path, field=field)
 
 
+def check_manifest(rows: PreparedRows, encoder: ChatEncoder, field: str) -> None:
+    """Refuse rows that were prepared for another tokenizer, template or way of thinking.
+
+    Raises:
+        InputError: naming what differs.
+    """
+    from dflow_lightning.data.prepare_target import template_sha256, tokenizer_sha256
+
+    manifest = read_manifest(rows.folder, field)
+    tokenizer = encoder.tokenizer
+    ours = {
+        "tokenizer_sha256": ("tokenizer", tokenizer_sha256(tokenizer)),
+        "template_sha256": ("chat template", template_sha256(tokenizer)),
+    }
+    for key, (name, value) in ours.items():
+        if manifest.get(key, value) != value:
+            raise InputError(
+                f"{field}: {rows.folder} was prepared with another {name} than the target's; "
+                "prepare the data with this target"
+            )
+    thinking = manifest.get("enable_thinking", encoder.enable_thinking)
+    if thinking != encoder.enable_thinking:
+        raise InputError(
+            f"data.enable_thinking is {encoder.enable_thinking}, but {rows.folder} was prepared "
+            f"with {thinking}; set it to the same"
+        )
+
+
 def count_rows(path: Path, field: str) -> int:
     """Rows of a set, without tokenizing any."""
     if is_prepared(path):

@@ -1,0 +1,78 @@
+"""Which prompts a bench asks, and that numbers of other conditions never share a table."""
+
+import json
+
+import pytest
+
+from dflow_lightning.bench_suite import SuiteChoice, read_suite
+from dflow_lightning.data.template import render_prompt
+from dflow_lightning.decode import SpeculativeDecoder
+from dflow_lightning.errors import InputError
+
+
+@pytest.fixture
+def decoder(tiny_target, tiny_drafter) -> SpeculativeDecoder:
+    return SpeculativeDecoder(tiny_target, tiny_drafter)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rows = {
+        "gsm8k": [{"question": f"What is {n} + {n}?"} for n in range(5)],
+        "mt-bench": [{"prompt": [f"Name {n}.", "Again."]} for n in range(3)],
+    }
+    for name, some in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in some))
+    return tmp_path
+
+
+def test_second_turns_stand_behind_the_targets_own_answers(tiny_target, decoder, folder):
+    choice = SuiteChoice(name="mt-bench", folder=folder, limit=2, max_new_tokens=6)
+    suite = read_suite(choice, tiny_target, decoder)
+    first, second = suite.prompts[:2], suite.prompts[2:]
+    assert [one.id.split("/")[0] for one in first] == [one.id.split("/")[0] for one in second]
+    for before, after in zip(first, second, strict=True):
+        (answer,) = decoder.generate_plain([before.token_ids], max_new_tokens=6)
+        text = tiny_target.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        number = before.id.split("/")[0].removeprefix("mt-bench-")
+        messages = [
+            {"role": "user", "content": f"Name {number}."},
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "Again."},
+        ]
+        assert after.token_ids == render_prompt(tiny_target.tokenizer, messages)
+
+
+def test_a_suite_says_what_it_asked(tiny_target, decoder, folder):
+    choice = SuiteChoice(name="gsm8k,mt-bench", folder=folder, max_new_tokens=4)
+    suite = read_suite(choice, tiny_target, decoder)
+    (line,) = suite.lines()
+    assert f"template {suite.template}, thinking off" in line
+    assert "gsm8k 5, mt-bench 6 prompts" in line
+    assert suite.sources["gsm8k"] == str(folder / "gsm8k.jsonl")
+    thinking = SuiteChoice(name="gsm8k", folder=folder, thinking=True)
+    other = read_suite(thinking, tiny_target, decoder)
+    assert "thinking on" in other.lines()[0]
+    assert other.prompts[0].token_ids != suite.prompts[0].token_ids
+
+
+def test_a_file_of_turns_is_a_suite(tiny_target, decoder, tmp_path):
+    path = tmp_path / "own.jsonl"
+    rows = [{"turns": [f"Q{n}", "And?"], "family": f"f{n % 2}"} for n in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    choice = SuiteChoice(name=str(path), limit=2, max_new_tokens=3)
+    families = [one.family for one in read_suite(choice, tiny_target, decoder).prompts]
+    assert {name: families.count(name) for name in set(families)} == {"f0": 4, "f1": 4}
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"name": "all", "limit": 0}, "limit is 0; give 1 or more"),
+        ({"name": "tiny", "folder": "x"}, "suite_dir is given but suite tiny names no task"),
+        ({"name": "gsm8k,gsm8k"}, "names a task twice"),
+    ],
+)
+def test_choices_that_do_not_fit(choice, message):
+    with pytest.raises(InputError, match=message):
+        SuiteChoice(**choice).check()
