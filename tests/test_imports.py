@@ -21,7 +21,7 @@ LAYERS = [
         *("bench", "bench_row", "bench_table", "measure", "equality", "report", "charts", "ui"),
         *("serving", "validate_export"),
     },
-    {"arguments", "cli", "plan", "__main__"},
+    {"arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"},
 ]
 TRAINING_ONLY = ("lightning", "pytorch_lightning", "deepspeed", "mlflow")
 
