@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check fmt compare compare-quick bench-throughput lossless relay-cost interop env-interop bench-peers env-vllm clean
+.PHONY: help env demo test check fmt compare compare-quick bench-throughput bench-step memory lossless relay-cost interop env-interop bench-peers env-vllm clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,12 @@ bench-throughput: env ## tokens/s of the shipped drafters with 1 to 32 requests 
 		--drafter data/tiny-drafters/dflash --drafter data/tiny-drafters/dflow \
 		--concurrency 1,2,4,8,16,32 --per_family $(THROUGHPUT_PROMPTS) --json runs/throughput.json
 	$(BIN)/dflow-train report --bench runs/throughput.json --out runs/throughput.html
+
+bench-step: env env-interop ## what a training step costs: ours against speculators', DFlow against DFlash
+	$(BIN)/python scripts/bench_step.py
+
+memory: env env-interop ## what a training step holds at Qwen3's vocabulary, beside speculators' (4 GB)
+	$(BIN)/python scripts/memory.py
 
 lossless: env ## every drafter, relay, backend and batch size against plain decoding, token for token
 	$(BIN)/python scripts/lossless.py --drafter data/tiny-drafters/dflash --drafter data/tiny-drafters/dflow

@@ -168,7 +168,7 @@ def work(plan: Plan) -> list[str]:
     rows = plan.gpus * plan.rows * accumulate
     clean, verified = rows * plan.recipe.data.max_length, rows * plan.verified
     found = Work(plan)
-    shares = ", ".join(f"{k} {100 * v / found.row:.0f} %" for k, v in found.parts().items())
+    shares = ", ".join(f"{k} {100 * v / found.row:.0f}%" for k, v in found.parts().items())
     return [
         f"step     {rows} rows: {plan.gpus} GPUs x {plan.rows} x {accumulate} accumulated",
         f"  target   up to {clean:,} tokens, with rollouts {clean + verified:,}",

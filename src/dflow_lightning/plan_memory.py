@@ -51,8 +51,8 @@ class Precision(NamedTuple):
     """Bytes per number: parameters, their copy under autocast, activations, the residual stream.
 
     `saved` are bytes kept for the backward pass per slot and layer, as multiples of D, H*E, G*E
-    and F: inputs and outputs of norms (their input in float32), and what each linear layer and the
-    attention read, cast once for each of them under autocast.
+    and F: the inputs of norms, and what each linear layer and the attention read, cast once for
+    each of them under autocast.
     """
 
     weight: int
@@ -62,9 +62,9 @@ class Precision(NamedTuple):
     saved: tuple[int, int, int, int]
 
 
-MIXED = Precision(4, 2, 2, 4, (26, 12, 6, 8))
-FULL = Precision(4, 0, 4, 4, (24, 20, 8, 16))
-HALF = Precision(2, 0, 2, 2, (16, 12, 6, 8))
+MIXED = Precision(4, 2, 2, 4, (18, 8, 2, 8))
+FULL = Precision(4, 0, 4, 4, (16, 16, 4, 16))
+HALF = Precision(2, 0, 2, 2, (8, 8, 2, 8))
 PRECISIONS: dict[Any, Precision] = {
     **dict.fromkeys(("bf16-mixed", "16-mixed"), MIXED),
     **dict.fromkeys((None, "32-true", "32", 32), FULL),
@@ -222,20 +222,21 @@ class Plan:
         slots, B*R*K a round: the projection and the relay's MLP. Recomputed layers keep their input
         and their context, and one layer at a time is whole.
         """
-        dims, (_, copy, compute, residual, saved) = self.drafter.dims, self.precision
+        dims, (_, _, compute, residual, saved) = self.drafter.dims, self.precision
         D, F, length = dims.hidden_size, dims.intermediate_size, self.recipe.data.max_length
         HE, GE = dims.num_attention_heads * dims.head_dim, dims.num_key_value_heads * dims.head_dim
         whole = 1 if self.recompute else dims.num_layers
         slot = sum(n * size for n, size in zip(saved, (D, HE, GE, F), strict=True))
         read = 2 * compute * (GE if self.attention == "flex" else HE)
-        context = dims.num_layers * (saved[2] * GE + 2 * copy * D) + 12 * D
+        context = dims.num_layers * saved[2] * GE + 2 * compute * D
         kept = dims.num_layers * residual * D if self.recompute else 0
         relay = 12 * D + compute * (10 * D + 2 * (self.relay.hidden_size if self.relay else 0))
         return {
             "layers of the blocks": self.rows * self.slots * (whole * slot + kept),
             "keys and values read": self.rows * (self.slots + length) * whole * read,
             "context rows": self.rows * length * context,
-            "final norm, loss": self.rows * self.slots * 3 * residual * D,
+            "final norm": self.rows * self.slots * residual * D,
+            "loss": self.rows * self.slots * 2 * residual * D,
             "relay": self.rows * self.relay_slots * relay,
         }
 
