@@ -195,7 +195,8 @@ def test_activations_are_near_what_autograd_saves(
     taken = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     parts = plan.activation_parts()
     masks = plan.masks() if backend == "dense" else 0  # those of the other one come and go
-    predicted = sum(parts.values()) - parts["loss"] + masks
+    later = parts["loss"] + parts["gradients of one layer"]
+    predicted = sum(parts.values()) - later + masks
     assert predicted == pytest.approx(taken, rel=0.15)
 
 
@@ -277,7 +278,7 @@ def test_recomputed_layers_keep_their_input(configs: dict[str, Path]) -> None:
     layers = parts["layers of the blocks"] / 5 + 5 * plan.rows * plan.slots * 4096 * 4
     assert fewer["layers of the blocks"] == pytest.approx(layers)
     assert fewer["keys and values read"] == pytest.approx(parts["keys and values read"] / 5)
-    assert sum(fewer.values()) < 0.5 * sum(parts.values())
+    assert sum(fewer.values()) < 0.6 * sum(parts.values())
 
 
 @pytest.mark.parametrize(
