@@ -3,9 +3,10 @@
     make memory
 
 Hidden 256, 5 drafter layers, rows of 512 tokens, blocks of 16, float32, on this CPU. A process a
-side; the peak is the largest resident memory during steps after the first. What must grow with
-the blocks are activations and their gradients, counted here by their formulas in `plan`; everything
-else may grow by a tenth from 64 to 512 blocks. Exit status 1 when we take more than half of the peer, or grow.
+side; the peak is the largest resident memory during steps after the first. What must grow with the
+blocks are activations and their gradients, counted here by their formulas in `plan`; the rest may
+grow by a tenth from 64 to 512 blocks. Exit status 1 when we take more than half of the peer, or
+grow.
 """
 
 import argparse

@@ -220,8 +220,8 @@ class Plan:
         rows, B*S: keys and values of each layer, and `hidden_norm`. Keys and values that attention
         reads: `flex` joins context and slots, the others repeat both for the query heads. Relay
         slots, B*R*K a round: the projection and the relay's MLP. Recomputed layers keep their input
-        and their context, and one layer at a time is whole. Gradients on their way back are those of
-        the MLP: its product, both factors and one more, at width F, and as many at width D.
+        and their context, and one layer at a time is whole. Gradients on their way back are
+        those of an MLP: its product, both factors and one more at width F, as many at width D.
         """
         dims, (_, _, compute, residual, saved) = self.drafter.dims, self.precision
         D, F, length = dims.hidden_size, dims.intermediate_size, self.recipe.data.max_length
