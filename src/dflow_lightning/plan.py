@@ -106,11 +106,11 @@ def make_plan(recipe: Any) -> Plan:
 def sharding_of(strategy: Any) -> Sharding:
     """What `trainer.strategy` shards, given by its name or as a class with its arguments."""
     if isinstance(strategy, str):
-        stage = strategy.removeprefix("zero").removesuffix("_offload")
-        zero = strategy.startswith("zero") and stage in ("1", "2", "3")
-        return Sharding(int(stage), strategy.endswith("_offload")) if zero else Sharding()
+        name = strategy.removeprefix("zero").removesuffix("_offload")
+        zero = strategy.startswith("zero") and name in ("1", "2", "3")
+        return Sharding(int(name), strategy.endswith("_offload")) if zero else Sharding()
     chosen = getattr(strategy, "init_args", None)
-    stage = getattr(chosen, "stage", 0) if chosen is not None else 0
+    stage = getattr(chosen, "stage", 0)
     return Sharding(stage, bool(getattr(chosen, "offload", False))) if stage else Sharding()
 
 

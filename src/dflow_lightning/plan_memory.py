@@ -283,11 +283,11 @@ class Plan:
         for words, changed in found:
             if changed.total <= budget:
                 return ", ".join(words)
-        needed = min(changed.total for _, changed in found) / (1 - RESERVE) / GIB
-        smallest = ", ".join(max((words for words, _ in found), key=len))
+        words, smallest = min(found, key=lambda change: (change[1].total, len(change[0])))
+        needed = math.ceil(smallest.total / (1 - RESERVE) / GIB)
         return (
-            f"choose a smaller target, lower model.drafter.num_layers, or take GPUs of "
-            f"{math.ceil(needed)} GiB" + (f" and {smallest}" if smallest else "")
+            "choose a smaller target, lower model.drafter.num_layers, or take GPUs of "
+            + " and ".join([f"{needed} GiB", *words])
         )
 
     @property
