@@ -67,6 +67,12 @@ bench-throughput: env ## tokens/s of the shipped drafters with 1 to 32 requests 
 		--concurrency 1,2,4,8,16,32 --per_family $(THROUGHPUT_PROMPTS) --json runs/throughput.json
 	$(BIN)/dflow-train report --bench runs/throughput.json --out runs/throughput.html
 
+bench-step: env env-interop ## what a training step costs: ours against speculators', DFlow against DFlash
+	$(BIN)/python scripts/bench_step.py
+
+memory: env env-interop ## what a training step holds at Qwen3's vocabulary, beside speculators' (4 GB)
+	$(BIN)/python scripts/memory.py
+
 lossless: env ## every drafter, relay, backend and batch size against plain decoding, token for token
 	$(BIN)/python scripts/lossless.py --drafter data/tiny-drafters/dflash --drafter data/tiny-drafters/dflow
 

@@ -2,13 +2,13 @@
 
     make bench-step
 
-Each side runs in a process of its own; they take turns, one thread each, float32, on the same shapes. Reported are medians of processor seconds, which other processes on the machine
-disturb less than the clock. `target` is the forward that makes the features. The last line has the
-ratios; the exit status is 1 if one of them misses its goal.
+Each side runs in a process of its own; they take turns, one thread each, float32, on the same
+shapes. Reported are medians of processor seconds, which other processes on the machine disturb less
+than the clock. The last line has the ratios; the exit status is 1 if one of them misses its goal.
 
     ours against the peer   forward and backward of DFlash, target excluded: at least 2 times faster
-    DFlow against DFlash    two rounds from an eighth of the blocks: at most 1.6 times a DFlash step,
-                            from the clean forward to the last gradient
+    DFlow against DFlash    two rounds from an eighth of the blocks: at most 1.6 times a DFlash
+                            step, both from the target's clean forward to the last gradient
 """
 
 import argparse

@@ -52,12 +52,12 @@ class Step:
 class Worker:
     """A process that runs a step when it is asked to."""
 
-    def __init__(self, python: str | Path, script: Path, *options: str) -> None:
+    def __init__(self, python: str | Path, script: Path, *options: str, **env: str) -> None:
         self._name = script.stem
         self._process = subprocess.Popen(
             [str(python), str(script), *options],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env,
         )  # fmt: skip
         self.about = self._answer()
 
@@ -80,18 +80,19 @@ class Worker:
         return json.loads(line)
 
 
-def ours(shape: Shape, *options: str) -> Worker:
+def ours(shape: Shape, *options: str, **env: str) -> Worker:
     """Our own steps on a shape."""
-    return Worker(sys.executable, ROOT / "scripts/train_steps.py", *shape.options(), *options)
+    script = ROOT / "scripts/train_steps.py"
+    return Worker(sys.executable, script, *shape.options(), *options, **env)
 
 
-def peers(shape: Shape) -> Worker:
+def peers(shape: Shape, **env: str) -> Worker:
     """Those of speculators."""
     if not PEERS.exists():
         raise SystemExit("error: .venv-interop is missing; run `make env-interop`")
     taps = default_target_layer_ids(shape.target_layers, shape.layers)
     options = [*shape.options(), "--taps", *map(str, taps)]
-    return Worker(PEERS, INTEROP / "speculators_step.py", *options)
+    return Worker(PEERS, INTEROP / "speculators_step.py", *options, **env)
 
 
 def save_random_target(folder: Path, vocab_size: int, hidden_size: int, head_dim: int) -> Path:

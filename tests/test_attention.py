@@ -157,6 +157,30 @@ def test_flex_compiles_once_for_all_lengths():
     assert compiles.frame_count == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("N", "K", "L", "anchors"), CASES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_flex_on_a_gpu_equals_the_dense_mask_forward_and_backward(N, K, L, anchors, packed, dtype):
+    anchors = torch.tensor([anchors, anchors[::-1]], device="cuda")
+    starts = (anchors - 70).clamp(min=0) if packed else None
+    inputs = tensors(N, K, L, group=2, device="cuda", dtype=dtype)
+    wanted = block_attention(*inputs, anchors, "dense", starts)
+    got = block_attention(*inputs, anchors, "flex", starts)
+    tolerance = (
+        {"atol": 5e-3, "rtol": 5e-3} if dtype == torch.float32 else {"atol": 5e-2, "rtol": 5e-2}
+    )
+    torch.testing.assert_close(got, wanted, **tolerance)  # float32 products may be TF32
+    gradient = torch.randn_like(got)
+    pairs = zip(
+        torch.autograd.grad(got, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient),
+        strict=True,
+    )  # fmt: skip
+    for one, other in pairs:
+        assert torch.isfinite(one).all()
+        torch.testing.assert_close(one, other, **tolerance)
+
+
 def test_a_kernel_that_does_not_fit_is_said_once_and_replaced(monkeypatch):
     def unfit(*arguments):
         raise RuntimeError("out of resource: shared memory")

@@ -26,8 +26,9 @@ LAYERS = [
         *("report", "charts", "ui"),
         *("serving", "validate_export"),
     },
-    {"arguments", "cli", "plan", "__main__"},
-]TRAINING_ONLY = ("lightning", "pytorch_lightning", "deepspeed", "mlflow")
+    {"arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"},
+]
+TRAINING_ONLY = ("lightning", "pytorch_lightning", "deepspeed", "mlflow")
 
 
 def layer(name: str) -> int:

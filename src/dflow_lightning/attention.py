@@ -143,20 +143,24 @@ class _SplitAttention(torch.autograd.Function):
     Forward: `out = out_c * exp(lse_c - lse) + out_b * exp(lse_b - lse)` with the joint
     `lse = logaddexp(lse_c, lse_b)`. Backward: flash attention's gradient needs only the joint
     output and log-sum-exp, so each part's own backward is called with those (the identity ring
-    attention rests on).
+    attention rests on). Blocks go to the context in a few groups, each as far as its last anchor.
     """
 
     @staticmethod
     def forward(ctx: Any, q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN):
         B, H, N, K, E = q.shape
-        mask, empty = _additive_mask(q, k_context.shape[2], anchors_BN, starts_BN)
-        # A block without context would be a row without keys: let it see all, then weigh it zero.
-        forward_mask = mask.masked_fill(empty.unsqueeze(-1), 0.0) if empty.any() else mask
         q_rows = q.reshape(B, H, N * K, E)
-        out_c, lse_c = _flash(q_rows, k_context, v_context, attn_mask=forward_mask)
+        parts = []
+        for blocks, rows, length in _groups(anchors_BN, K):
+            mask, empty = _additive_mask(q, length, anchors_BN, starts_BN, blocks)
+            # A block without context would be a row without keys: let it see all, and weigh zero.
+            visible = mask.masked_fill(empty.unsqueeze(-1), 0.0) if empty.any() else mask
+            keys, values = k_context[:, :, :length], v_context[:, :, :length]
+            out, lse = _flash(q_rows[:, :, rows], keys, values, attn_mask=visible)
+            parts.append((out, lse.masked_fill(empty, float("-inf")).unsqueeze(-1)))
+        out_c, lse_c = (torch.cat(one, dim=2) for one in zip(*parts, strict=True))
         own = [t.transpose(1, 2).reshape(B * N, H, K, E) for t in (q, k_block, v_block)]
         out_b, lse_b = _flash(*own)
-        lse_c = lse_c.masked_fill(empty, float("-inf")).unsqueeze(-1)
         out_b = out_b.view(B, N, H, K, E).transpose(1, 2).reshape(B, H, N * K, E)
         lse_b = lse_b.view(B, N, H, K).transpose(1, 2).reshape(B, H, N * K, 1)
         lse = torch.logaddexp(lse_c, lse_b)
@@ -172,12 +176,20 @@ class _SplitAttention(torch.autograd.Function):
             ctx.saved_tensors
         )
         B, H, N, K, E = q.shape
-        mask, _ = _additive_mask(q, k_context.shape[2], anchors_BN, starts_BN)
         grad_rows = gradients[0].reshape(B, H, N * K, E)
         q_rows = q.reshape(B, H, N * K, E)
-        dq_c, dk_c, dv_c = _flash_backward(
-            grad_rows, q_rows, k_context, v_context, out, lse, 0.0, False, attn_mask=mask
-        )
+        dq_parts = []
+        dk_c, dv_c = torch.zeros_like(k_context), torch.zeros_like(v_context)
+        for blocks, rows, length in _groups(anchors_BN, K):
+            mask, _ = _additive_mask(q, length, anchors_BN, starts_BN, blocks)
+            dq, dk, dv = _flash_backward(
+                grad_rows[:, :, rows], q_rows[:, :, rows],
+                k_context[:, :, :length], v_context[:, :, :length],
+                out[:, :, rows], lse[:, :, rows], 0.0, False, attn_mask=mask,
+            )  # fmt: skip
+            dq_parts.append(dq)
+            dk_c[:, :, :length] += dk
+            dv_c[:, :, :length] += dv
 
         def own(rows: Tensor) -> Tensor:
             blocks = rows.reshape(B, H, N, K, *rows.shape[3:]).transpose(1, 2)
@@ -188,12 +200,28 @@ class _SplitAttention(torch.autograd.Function):
             own(grad_rows), own(q_rows), keys, values, own(out), own(lse), 0.0, False
         )
         dq_b, dk_b, dv_b = (t.view(B, N, H, K, E).transpose(1, 2) for t in parts)
-        return dq_c.view_as(q) + dq_b, dk_b, dv_b, dk_c, dv_c, None, None
+        dq = torch.cat(dq_parts, dim=2).view_as(q) + dq_b
+        return dq, dk_b, dv_b, dk_c, dv_c, None, None
 
 
-def _additive_mask(q, length: int, anchors_BN, starts_BN) -> tuple[Tensor, Tensor]:
-    """Zero or minus infinity, `[B, 1, N*K, L]`, and rows that see nothing, `[B, 1, N*K]`."""
-    visible_BNL = context_visible(anchors_BN, length, starts_BN)
+def _groups(anchors_BN: Tensor, block_size: int) -> list[tuple[slice, slice, int]]:
+    """Blocks in at most four groups: which, their rows, and the context that any of them sees."""
+    N = anchors_BN.shape[1]
+    size = max(8, -(-N // 4))
+    found = []
+    for start in range(0, N, size):
+        blocks = slice(start, min(start + size, N))
+        rows = slice(blocks.start * block_size, blocks.stop * block_size)
+        found.append((blocks, rows, max(1, int(anchors_BN[:, blocks].max()))))
+    return found
+
+
+def _additive_mask(
+    q: Tensor, length: int, anchors_BN: Tensor, starts_BN: Tensor | None, blocks: slice
+) -> tuple[Tensor, Tensor]:
+    """Zero or minus infinity, `[B, 1, rows, L]`, and rows that see nothing, `[B, 1, rows]`."""
+    starts = None if starts_BN is None else starts_BN[:, blocks]
+    visible_BNL = context_visible(anchors_BN[:, blocks], length, starts)
     mask = q.new_zeros(visible_BNL.shape).masked_fill_(~visible_BNL, float("-inf"))
     empty_BN = ~visible_BNL.any(-1)
     K = q.shape[3]

@@ -11,9 +11,11 @@ C tapped width (taps x D), H/G query/key-value heads, E head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -33,8 +35,43 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
-        return normed.to(x.dtype) * self.weight.to(x.dtype)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _Norm.apply(x, self.weight, self.eps)
+        return _normed(x, self.weight, self.eps)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed = nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=eps)
+    return normed.to(x.dtype) * weight.to(x.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    """The norm with a backward pass of few passes over memory, which keeps its input and no more.
+
+    With `r = 1 / rms(x)` and `u` the gradient times the weight: `dx = r u - x r^3 mean(u x)`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _normed(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor):
+        x, weight = ctx.saved_tensors
+        size = x.shape[-1]
+        gradient, wide = gradients[0].float(), x.float()
+        mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / size
+        scale = (mean + ctx.eps).rsqrt()
+        product = gradient * wide
+        dot = (product @ weight.float()).unsqueeze(-1)
+        dx = (gradient * weight).mul_(scale)
+        dx.addcmul_(wide, dot * scale**3 / size, value=-1)
+        by_row = product.flatten(0, -2)
+        dweight = scale.flatten() @ by_row  # a sum over rows, each with its scale
+        return dx.to(x.dtype), dweight.to(weight.dtype), None
 
 
 class Attention(nn.Module):
@@ -166,8 +203,8 @@ class Drafter(nn.Module):
         """
         wanted = self.attention if backend == "auto" else backend
         backend = choose(wanted, x_BNKD.shape[1], x_BNKD.device, x_BNKD.dtype)
-        order_BN = anchors_BN.argsort(dim=1) if backend == "flex" else None
-        if order_BN is not None:  # neighbours that see as much fill the same tiles of scores
+        order_BN = None if backend == "dense" else anchors_BN.argsort(dim=1)
+        if order_BN is not None:  # neighbours that see as much of the context leave out the same
             x_BNKD = x_BNKD.take_along_dim(order_BN[..., None, None], dim=1)
             anchors_BN = anchors_BN.gather(1, order_BN)
             starts_BN = None if starts_BN is None else starts_BN.gather(1, order_BN)
@@ -232,5 +269,35 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     Under autocast `x` is bfloat16 and the angles are float32: the rotation is then float32 too.
     """
     cos, sin = rope
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _Rotation.apply(x, cos, sin)
+    return _rotated(x, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """The rotation, and the rotation back, without halves put side by side on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _turned(gradients[0], cos, sin, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    out = x * cos
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    out[..., :half].addcmul_(second, sin[..., :half], value=-sign)
+    out[..., half:].addcmul_(first, sin[..., half:], value=sign)
+    return out.to(x.dtype)

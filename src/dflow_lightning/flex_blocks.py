@@ -58,7 +58,7 @@ def tile_mask(
     Args:
         context: context length in whole tiles; a block's own slots stand behind it.
     """
-    B, N = anchors_BN.shape
+    N = anchors_BN.shape[1]
     Q = _whole_tiles(N * block_size)
     # Rows that fill the last tile see nothing of the context, and themselves.
     stops_BQ = pad(anchors_BN.repeat_interleave(block_size, dim=1), (0, Q - N * block_size))

@@ -1,26 +1,19 @@
 """`dflow-train plan`: what a recipe needs, before any GPU time is spent.
 
-Parameters are counted on modules without storage, so they are exact. Memory is predicted from
-shapes, for the moment it peaks: the backward pass of a step whose rows all have `max_length`
-tokens. What passes before it (the target's own activations, the logits of a rollout) is smaller and
-gone by then. Nothing is sharded. None of it has been measured on a GPU.
-
-Shapes: B rows on one GPU, S `max_length`, N blocks a row over all rounds, R rolled-out blocks a row
-and round, K block size, T taps, D hidden, F intermediate, H/G query and key heads, E head size, V
-vocabulary.
+Parameters, memory by part (`plan_memory`), tokens, work and hours, steps and disk; `--measure` runs
+two steps and puts what they took beside it (`plan_measure`).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jsonargparse import ActionConfigFile
 from lightning.pytorch import Trainer
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflow_lightning.cli import INTERPOLATION, SECTIONS, RunParser
@@ -30,206 +23,44 @@ from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.module import DrafterModule
-from dflow_lightning.relay import Relay, RelayConfig
+from dflow_lightning.plan_memory import GIB, PRECISIONS, RESERVE, Plan, Sharding, count
+from dflow_lightning.plan_work import Work
+from dflow_lightning.relay import RelayConfig
 from dflow_lightning.target import UNREADABLE, FrozenTarget
 
-GIB = 2**30
-RESERVE = 0.08  # of a GPU: CUDA's context, NCCL, fragmentation
 GPUS = "Processes with one GPU each; by default trainer.devices, 1 where that is no number."
 TARGET_CONFIG = "The target's config.json or its folder, where the target is not at hand."
-
-
-class Precision(NamedTuple):
-    """Bytes per number: parameters, their copy under autocast, activations; and what is saved.
-
-    `saved` are bytes kept for the backward pass per slot and layer, as multiples of D, H*E, G*E
-    and F: inputs and outputs of norms (their input in float32), and what each linear layer and the
-    attention read, cast once for each of them under autocast.
-    """
-
-    weight: int
-    copy: int
-    compute: int
-    saved: tuple[int, int, int, int]
-
-
-MIXED = Precision(4, 2, 2, (26, 16, 6, 8))
-FULL = Precision(4, 0, 4, (24, 28, 8, 16))
-HALF = Precision(2, 0, 2, (16, 16, 6, 8))
-PRECISIONS: dict[Any, Precision] = {
-    **dict.fromkeys(("bf16-mixed", "16-mixed"), MIXED),
-    **dict.fromkeys((None, "32-true", "32", 32), FULL),
-    **dict.fromkeys(("bf16-true", "16-true"), HALF),
-}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A recipe with its models, which have no storage, on `gpus` GPUs with `rows` rows each."""
-
-    recipe: Any
-    target: FrozenTarget
-    drafter: Drafter
-    relay: Relay | None
-    gpus: int
-    rows: int
-
-    @property
-    def trained(self) -> int:
-        """Parameters of drafter and relay."""
-        return count(self.drafter) + count(self.relay)
-
-    @property
-    def precision(self) -> Precision:
-        """Of the drafter and the relay."""
-        return PRECISIONS[self.recipe.trainer.precision]
-
-    @property
-    def target_bytes(self) -> int:
-        """Bytes per number of the target; `auto` is bfloat16 but on a CPU."""
-        dtype, on_cpu = self.recipe.model.target.dtype, self.recipe.trainer.accelerator == "cpu"
-        return 4 if dtype == "float32" or (dtype == "auto" and on_cpu) else 2
-
-    @property
-    def rolled_slots(self) -> int:
-        """Slots of one row in one rollout round, R*K."""
-        rollout = self.recipe.rollout
-        return rollout.num_anchors * self.drafter.dims.block_size if rollout.num_rounds else 0
-
-    @property
-    def relay_slots(self) -> int:
-        """Slots of one row whose input the relay corrects, over all rounds."""
-        return self.recipe.rollout.num_rounds * self.rolled_slots if self.relay else 0
-
-    @property
-    def slots(self) -> int:
-        """Slots of one row over all rounds, N*K."""
-        mask_round = self.recipe.model.num_anchors * self.drafter.dims.block_size
-        return mask_round + self.recipe.rollout.num_rounds * self.rolled_slots
-
-    @property
-    def verified(self) -> int:
-        """Drafted tokens of one row that the target reads, over all rounds."""
-        rollout = self.recipe.rollout
-        relays = self.relay is not None and rollout.mode in ("online", "teacher_forced")
-        read = relays or rollout.reference == "target"
-        return rollout.num_rounds * self.rolled_slots if read else 0
-
-    def memory(self) -> dict[str, int]:
-        """Bytes on one GPU by part, in the order in which they come to be."""
-        weight, copy, *_ = self.precision
-        together = self.gpus > 1  # DDP collects gradients in buckets of the same size
-        return {
-            "target weights": count(self.target.model) * self.target_bytes,
-            "drafter weights" + " + bf16 copy" * bool(copy): self.trained * (weight + copy),
-            "gradients" + " + DDP buckets" * together: self.trained * weight * (1 + together),
-            "optimizer (two moments)": self.trained * weight * 2,
-            "clean features, relay rows": self.features(),
-            "target KV, clean and verified": self.target_cache(),
-            "drafter activations": self.activations(),
-            "attention masks": self.masks(),
-            "logits of one chunk": self.logits(),
-        }
-
-    def features(self) -> int:
-        """Taps of the clean rows, `[B, S, T*D]`, and of a round's verify rows, `[B, R, K, T*D]`."""
-        rows = self.rows * (self.recipe.data.max_length + self.relay_slots)
-        return rows * self.drafter.fc.in_features * self.target_bytes
-
-    def target_cache(self) -> int:
-        """Keys and values `[B, G, S + R*K, E]` of each target layer that runs.
-
-        Those are the layers up to the highest tap; all of them if the target's argmax is wanted.
-        The slots of the verified blocks are the same in every round.
-        """
-        config, rollout = self.target.config, self.recipe.rollout
-        head_dim = getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        to_the_head = rollout.num_rounds and rollout.reference == "target"
-        highest = max(self.drafter.dims.target_layer_ids) + 1
-        layers = self.target.num_layers if to_the_head else highest
-        slots = self.rows * (self.recipe.data.max_length + self.rolled_slots)
-        return 2 * layers * config.num_key_value_heads * head_dim * slots * self.target_bytes
-
-    def activations(self) -> int:
-        """What the drafter and the relay keep for their backward pass.
-
-        Slots, B*N*K: `Precision.saved` per layer, and the final norm. Context rows, B*S: keys and
-        values of each layer (`[G*E]` normed, both `[H*E]` once repeated for the query heads) and
-        `hidden_norm`. Relay slots, B*R*K a round: the projection and the relay's MLP.
-        """
-        dims, (_, copy, compute, saved) = self.drafter.dims, self.precision
-        D, F = dims.hidden_size, dims.intermediate_size
-        HE, GE = dims.num_attention_heads * dims.head_dim, dims.num_key_value_heads * dims.head_dim
-        slot = sum(n * size for n, size in zip(saved, (D, HE, GE, F), strict=True))
-        key_value = saved[2] * GE + 2 * compute * HE + 2 * copy * D
-        relay = 12 * D + compute * (10 * D + 2 * (self.relay.hidden_size if self.relay else 0))
-        return self.rows * (
-            self.slots * (dims.num_layers * slot + 5 * compute * D)
-            + self.recipe.data.max_length * (dims.num_layers * key_value + 12 * D)
-            + self.relay_slots * relay
-        )
-
-    def masks(self) -> int:
-        """Each drafter layer's additive mask, `[B, 1, N*K, S + N*K]`, shared by all heads."""
-        mask = self.rows * self.slots * (self.recipe.data.max_length + self.slots)
-        return self.drafter.dims.num_layers * mask * self.precision.compute
-
-    def logits(self) -> int:
-        """`[chunk, K-1, V]`: in the target's type, log-softmax and its gradient in float32."""
-        dims, chunk = self.drafter.dims, self.recipe.model.loss.chunk_blocks
-        blocks = min(chunk, self.rows * self.slots // dims.block_size)
-        return blocks * (dims.block_size - 1) * dims.vocab_size * (self.target_bytes + 8)
-
-    def checkpoint(self) -> int:
-        """Bytes of one checkpoint file: weights and both moments; never the target."""
-        return self.trained * self.precision.weight * 3
-
-    def refuse_what_does_not_fit(self, gpu_memory: float) -> None:
-        """Raise `InputError` naming the first part without room on a GPU of `gpu_memory` GiB."""
-        budget, used = gpu_memory * (1 - RESERVE) * GIB, 0
-        for index, (part, size) in enumerate(self.memory().items()):
-            if used + size > budget:
-                raise InputError(
-                    f"memory: no room for the {part}: {size / GIB:.1f} GiB on top of "
-                    f"{used / GIB:.1f}, and {budget / GIB:.1f} of {gpu_memory:g} GiB are usable; "
-                    + self._mend(budget, held=index < 4, target=index == 0)
-                )
-            used += size
-
-    def _mend(self, budget: float, *, held: bool, target: bool) -> str:
-        together = self.rows * self.recipe.trainer.accumulate_grad_batches
-        for rows in range(self.rows - 1, 0, -1):
-            if together % rows == 0 and sum(replace(self, rows=rows).memory().values()) <= budget:
-                return (
-                    f"set data.batch_size to {rows} and trainer.accumulate_grad_batches to "
-                    f"{together // rows}, which keeps the rows of a step"
-                )
-        needed = sum(replace(self, rows=1).memory().values()) / (1 - RESERVE) / GIB
-        larger = f"take GPUs of {math.ceil(needed)} GiB and data.batch_size 1"
-        if not held:
-            return f"lower model.num_anchors or data.max_length, or {larger}"
-        layers = "" if target else "lower model.drafter.num_layers, "
-        return f"{layers}choose a smaller target, or {larger} (nothing is sharded)"
+TFLOPS = (
+    "Work that one GPU gets done, TFLOP/s, for the hours; 40 % of the peak is usual: 125 for an "
+    "A800 or A100, 400 for an H100 or H200."
+)
+MEASURE = "Run two steps on the recipe's own shapes, on one device, and print what they took."
 
 
 def run(args: Sequence[str]) -> int:
-    """Print parameters, memory, steps and disk of a recipe; refuse what cannot fit."""
+    """Print parameters, memory, work, steps and disk of a recipe; refuse what cannot fit."""
     recipe = parse(args)
     plan = make_plan(recipe)
     print("\n".join([*counts(plan), "", *memory_table(plan, recipe.gpu_memory), ""]))
     plan.refuse_what_does_not_fit(recipe.gpu_memory)
-    print("\n".join([*work(plan), *steps(plan), *disk(plan)]))
+    print("\n".join([*work(plan), *steps(plan), *hours(plan), *disk(plan)]))
+    if recipe.measure:
+        from dflow_lightning.plan_measure import measured
+
+        print("\n".join(["", *measured(plan)]))
     return 0
 
 
 def parse(args: Sequence[str]) -> Any:
-    """The merged recipe, read and checked as `fit` does, and three options of this command."""
+    """The merged recipe, read and checked as `fit` does, and the options of this command."""
     parser = RunParser(prog="dflow-train plan", **INTERPOLATION)  # type: ignore[arg-type]
     parser.add_argument("-c", "--config", action=ActionConfigFile, help="A recipe, then overlays.")
     parser.add_argument("--gpus", type=int | None, default=None, help=GPUS)
     parser.add_argument("--gpu_memory", type=float, default=80.0, help="GiB of one GPU.")
     parser.add_argument("--target_config", type=str | None, default=None, help=TARGET_CONFIG)
+    parser.add_argument("--rows", type=int | None, default=None, help="Of data.train, if not here.")
+    parser.add_argument("--gpu_tflops", type=float, default=125.0, help=TFLOPS)
+    parser.add_argument("--measure", type=bool, default=False, help=MEASURE)
     sections: dict[str, Any] = {"model": DrafterModule, "data": ChatDataModule, "trainer": Trainer}
     for section, kind in (sections | SECTIONS).items():
         parser.add_lightning_class_args(kind, section)
@@ -237,8 +68,11 @@ def parse(args: Sequence[str]) -> Any:
         parser.add_argument(f"--{name}", type=Any, default=None, help="Not used here.")
     parser.link_arguments("model.target.path", "data.tokenizer")
     recipe = parser.parse_args(list(args))
-    if recipe.gpu_memory <= 0:
-        raise InputError(f"gpu_memory is {recipe.gpu_memory:g}; give the GiB of one GPU")
+    for name, unit in (("gpu_memory", "GiB"), ("gpu_tflops", "TFLOP/s")):
+        if getattr(recipe, name) <= 0:
+            raise InputError(f"{name} is {getattr(recipe, name):g}; give the {unit} of one GPU")
+    if recipe.rows is not None and recipe.rows < 1:
+        raise InputError(f"rows is {recipe.rows}; give the number of rows of data.train")
     return recipe
 
 
@@ -262,7 +96,23 @@ def make_plan(recipe: Any) -> Plan:
     with torch.device("meta"):
         drafter = Drafter(dims)
         built = relay.build(dims.hidden_size, dims.rms_norm_eps) if relay.enabled else None
-    return Plan(recipe, target, drafter, built, gpus, recipe.data.batch_size)
+    return Plan(
+        recipe, target, drafter, built, gpus, recipe.data.batch_size,
+        sharding=sharding_of(trainer.strategy),
+        recompute=model.gradient_checkpointing,
+        shard_target=bool(getattr(model.target, "shard", False)),
+    )  # fmt: skip
+
+
+def sharding_of(strategy: Any) -> Sharding:
+    """What `trainer.strategy` shards, given by its name or as a class with its arguments."""
+    if isinstance(strategy, str):
+        name = strategy.removeprefix("zero").removesuffix("_offload")
+        zero = strategy.startswith("zero") and name in ("1", "2", "3")
+        return Sharding(int(name), strategy.endswith("_offload")) if zero else Sharding()
+    chosen = getattr(strategy, "init_args", None)
+    stage = getattr(chosen, "stage", 0)
+    return Sharding(stage, bool(getattr(chosen, "offload", False))) if stage else Sharding()
 
 
 def empty_target(path: str, target_config: str | None) -> FrozenTarget:
@@ -289,11 +139,6 @@ def with_mask(config: DrafterConfig, target: FrozenTarget) -> DrafterConfig:
     return replace(config, mask_token_id=free) if config.mask_token_id is None else config
 
 
-def count(module: nn.Module | None) -> int:
-    """Parameters of a module, tied ones once."""
-    return sum(p.numel() for p in module.parameters()) if module else 0
-
-
 def counts(plan: Plan) -> list[str]:
     """Parameters by model."""
     dims = plan.drafter.dims
@@ -313,32 +158,51 @@ def memory_table(plan: Plan, gpu_memory: float) -> list[str]:
         "memory per GPU, GiB, at the longest rows (predicted, not measured)",
         *(f"  {part:<56}{size / GIB:>18.2f}" for part, size in parts.items()),
         f"  {f'total, of {gpu_memory:g}':<56}{sum(parts.values()) / GIB:>18.2f}",
-    ]
+        *([f"  {'CPU memory of all processes':<56}{plan.cpu_memory / GIB:>18.2f}"]
+          if plan.cpu_memory else []),
+    ]  # fmt: skip
 
 
 def work(plan: Plan) -> list[str]:
-    """Rows and tokens of one optimizer step."""
+    """Rows, tokens and work of one optimizer step."""
     accumulate = plan.recipe.trainer.accumulate_grad_batches
     rows = plan.gpus * plan.rows * accumulate
     clean, verified = rows * plan.recipe.data.max_length, rows * plan.verified
+    found = Work(plan)
+    shares = ", ".join(f"{k} {100 * v / found.row:.0f}%" for k, v in found.parts().items())
     return [
         f"step     {rows} rows: {plan.gpus} GPUs x {plan.rows} x {accumulate} accumulated",
         f"  target   up to {clean:,} tokens, with rollouts {clean + verified:,}",
         f"  drafter  {rows * plan.slots:,} slots",
+        f"  work     {rows * found.row / 1e15:.2f} PFLOP: {shares}",
     ]
 
 
-def steps(plan: Plan) -> list[str]:
-    """Optimizer steps, as the loader and Lightning count them; or what is missing to know them."""
-    trainer = plan.recipe.trainer
-    given = plan.recipe.data.train
-    paths = [Path(one).expanduser() for one in (given if isinstance(given, list) else [given])]
-    if missing := [path for path in paths if not path.exists()]:
-        rows = plan.gpus * plan.rows * trainer.accumulate_grad_batches
-        return [f"steps    one for {rows} rows; data.train is missing: {missing[0]}"]
-    rows = sum(count_rows(path, "data.train") for path in paths)
-    if plan.recipe.data.pack:
-        return [f"steps    {rows:,} conversations an epoch; packed rows are counted by fit"]
+def step_seconds(plan: Plan) -> float:
+    """Time of an optimizer step at `gpu_tflops`, with rows of `max_length`."""
+    rows = plan.rows * plan.recipe.trainer.accumulate_grad_batches
+    return rows * Work(plan).row / (plan.recipe.gpu_tflops * 1e12)
+
+
+def hours(plan: Plan) -> list[str]:
+    """Hours of the run, or of a million rows where its length is not known."""
+    each, total = step_seconds(plan), planned_steps(plan)[0]
+    rows = plan.gpus * plan.rows * plan.recipe.trainer.accumulate_grad_batches
+    if total is None:
+        length = f"{1e6 / rows * each / 3600:.1f} for a million rows"
+    else:
+        length = f"at most {total * each / 3600:.1f}"
+    return [
+        f"hours    {length}, {each:.2f} s a step,",
+        f"           at {plan.recipe.gpu_tflops:g} TFLOP/s a GPU (--gpu_tflops)",
+    ]
+
+
+def planned_steps(plan: Plan) -> tuple[int | None, int | None, int | None]:
+    """Steps of the run and of an epoch, as the loader and Lightning count them, and rows."""
+    trainer, rows = plan.recipe.trainer, train_rows(plan)
+    if rows is None:
+        return (trainer.max_steps if trainer.max_steps >= 0 else None), None, None
     batches = max(rows // plan.rows, min(rows, 1)) // plan.gpus
     if not batches:
         raise InputError(
@@ -349,16 +213,58 @@ def steps(plan: Plan) -> list[str]:
     limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
     epochs = trainer.max_epochs if limits or trainer.max_epochs else 1000  # Lightning's default
     limits += [epochs * epoch] if epochs is not None and epochs >= 0 else []
-    total = f"{min(limits):,} ({min(limits) / epoch:.1f} epochs)" if limits else "without end"
-    return [f"steps    {total}; {epoch:,} for the {rows:,} rows of an epoch"]
+    return (min(limits) if limits else None), epoch, rows
+
+
+def train_rows(plan: Plan) -> int | None:
+    """Rows of `data.train`, or those of `--rows`; None where neither is there.
+
+    Packed rows hold several conversations; they are counted as conversations.
+    """
+    if missing_sets(plan):
+        return plan.recipe.rows
+    return sum(count_rows(path, "data.train") for path in train_sets(plan))
+
+
+def train_sets(plan: Plan) -> list[Path]:
+    """The files and folders of `data.train`."""
+    given = plan.recipe.data.train
+    return [Path(one).expanduser() for one in (given if isinstance(given, list) else [given])]
+
+
+def missing_sets(plan: Plan) -> list[Path]:
+    """Those that are not there."""
+    return [path for path in train_sets(plan) if not path.exists()]
+
+
+def steps(plan: Plan) -> list[str]:
+    """Optimizer steps, or what is missing to know them."""
+    total, epoch, rows = planned_steps(plan)
+    if epoch is None or rows is None:
+        each = plan.gpus * plan.rows * plan.recipe.trainer.accumulate_grad_batches
+        return [
+            f"steps    one for {each} rows; data.train is missing (--rows for its number):",
+            f"           {missing_sets(plan)[0]}",
+        ]
+    length = f"{total:,} ({total / epoch:.1f} epochs)" if total is not None else "without end"
+    packed = ", at most: rows are packed" if plan.recipe.data.pack else ""
+    return [f"steps    {length}; {epoch:,} for the {rows:,} rows of an epoch{packed}"]
 
 
 def disk(plan: Plan) -> list[str]:
-    """Checkpoints: the best ones, the last one, and one more while it is being written."""
+    """Checkpoints: the best ones, the last one, and one more while it is being written.
+
+    And what is not written: features are made in each step, since those of all tokens, read again
+    from a disk, are `rows * max_length * taps * hidden size` numbers.
+    """
     files = max(0, plan.recipe.checkpoint.save_top_k) + 1
     size = plan.checkpoint() / 1e9
+    rows = planned_steps(plan)[2] or 1_000_000
+    tokens = rows * plan.recipe.data.max_length
+    cache = tokens * plan.drafter.fc.in_features * plan.target_bytes / 1e12
     return [
         f"disk     {(files + 1) * size:.2f} GB: {files} checkpoints of {size:.2f}, one more while "
         "written",
         f"  export   {plan.trained * 2 / 1e9:.2f} GB in bfloat16",
+        f"  cache    none; features of {rows:,} rows would take up to {cache:.2f} TB",
     ]

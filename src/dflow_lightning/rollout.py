@@ -110,15 +110,17 @@ def clean_forward(
     ids_BS = batch.input_ids_BS
     B, S = ids_BS.shape
     cache = target.new_cache(S + extra_slots)
-    slots_L = torch.arange(S + extra_slots, device=ids_BS.device)
-    slots_BS = slots_L[:S].expand(B, S)
-    visible_BQL = slots_L <= slots_BS.unsqueeze(-1)
+    cache.length = S  # what the blocks will need is not read yet
+    slots_S = torch.arange(S, device=ids_BS.device)
+    slots_BS = slots_S.expand(B, S)
+    visible_BQL = slots_S <= slots_BS.unsqueeze(-1)
     if batch.documents is not None:
-        visible_BQL = visible_BQL & (slots_L >= batch.documents.starts_BS.unsqueeze(-1))
+        visible_BQL = visible_BQL & (slots_S >= batch.documents.starts_BS.unsqueeze(-1))
     arguments = (
         ids_BS, clean_positions(batch), cache, slots_BS, visible_BQL, target_layer_ids
     )  # fmt: skip
     taps_BSC = target.forward(*arguments).taps_BQC if up_to_head else target.features(*arguments)
+    cache.length = cache.capacity
     return StepInputs(batch, taps_BSC, cache)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 @torch.no_grad()
 def features(target_dir: str, input_ids: torch.Tensor, taps: list[int]):
-    """Tapped layers side by side `[B, S, C]`, the last layer before its norm, and the vocabulary."""
+    """Tapped layers side by side, `[B, S, C]`, and the last layer before its norm."""
     target = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     before_norm: list[torch.Tensor] = []
     target.model.norm.register_forward_pre_hook(lambda module, args: before_norm.append(args[0]))
