@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
 from torch import Tensor, nn
@@ -179,7 +179,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning has divided the loss by the accumulated batches; DeepSpeed would do it again."""
+        """Lightning has divided the loss by the accumulated batches, DeepSpeed must not again."""
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def scale_gradients(self, factor: float) -> None:

@@ -89,11 +89,14 @@ class ValidationDecoding(Callback):
         """Decodes this process's share and gathers everyone's.
 
         Each process decodes equally many prompts: a short share repeats prompts, and the gathered
-        repeats are dropped.
+        repeats are dropped. With a sharded target each decodes them all, since every process must
+        run the same forwards.
         """
-        world = trainer.world_size
+        world, rank = trainer.world_size, trainer.global_rank
+        if decoder.target.sharded:
+            world, rank = 1, 0
         share = math.ceil(len(prompts) / world)
-        mine = [(trainer.global_rank + i * world) % len(prompts) for i in range(share)]
+        mine = [(rank + i * world) % len(prompts) for i in range(share)]
         completions = decoder.generate(
             [prompts[i].token_ids for i in mine],
             max_new_tokens=DRY_RUN_TOKENS if dry else self.max_new_tokens,
