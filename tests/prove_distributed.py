@@ -99,7 +99,7 @@ def checkpoints() -> bool:
         exported = run("export", "--checkpoint", path, "--out", folder / "export").returncode == 0
         fine = ratio <= 1.3 and not foreign and whole and exported and path.is_file()
         print(f"{name:<14} {path.stat().st_size / 1e6:>5.1f} {ratio:>11.3f} {len(weights):>11} "
-              f"{len(foreign):>8}    yes         {verdict(exported)}   {verdict(fine)}")  # fmt: skip
+              f"{len(foreign):>8}    yes        {verdict(exported)}   {verdict(fine)}")  # fmt: skip
         good &= fine
     same = file_checksums() == before
     print(f"the target's files are as they were: {verdict(same)}")

@@ -23,7 +23,7 @@ ARMS = [
     *(Arm(f"{name}-accumulated", name, world=2, accumulate=2, steps=3) for name in ACCUMULATED),
     *(Arm(f"{name}-resumed", name, world=2, steps=STEPS, resume=f"{name}-3") for name in RESUMED),
     Arm("zero2-from-ddp", "zero2", world=2, steps=STEPS, resume="ddp-3"),
-    Arm("zero3-sharded", "zero3", world=2, steps=3, shard=True),
+    Arm("zero3-sharded", "zero3", world=2, steps=STEPS, shard=True),
 ]
 
 
@@ -52,13 +52,10 @@ def test_two_processes_equal_one(runs, arm):
     folder, results = runs
     alone = "alone-accumulated" if arm.endswith("accumulated") else "alone"
     ours, reference = results[arm], results[alone]
-    steps = len(ours["losses"])
     assert ours["losses"][0] == pytest.approx(reference["losses"][0], rel=1e-6)
-    assert ours["losses"] == pytest.approx(reference["losses"][:steps], rel=1e-4)
-    assert ours["blocks"] == reference["blocks"][:steps]
+    assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-4)
+    assert ours["blocks"] == reference["blocks"]
     assert len(set(reference["blocks"])) > 1  # uneven
-    if steps < len(reference["losses"]):
-        return  # fewer steps, and so another schedule
     weights = saved(folder, alone)["state_dict"]
     for name, weight in saved(folder, arm)["state_dict"].items():
         torch.testing.assert_close(weight, weights[name], atol=1e-4, rtol=0, msg=name)
