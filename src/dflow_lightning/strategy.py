@@ -187,9 +187,16 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.deepspeed_engine.optimizer.override_loss_scale(1.0 / factor)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One step; a scale that was set for it ends with it."""
+        """One step; a scale that was set for it ends with it.
+
+        Raises:
+            FloatingPointError: a gradient is not finite; DeepSpeed would leave the step out.
+        """
         output = super().optimizer_step(*args, **kwargs)
-        self.deepspeed_engine.optimizer.override_loss_scale(1.0)
+        optimizer = self.deepspeed_engine.optimizer
+        if optimizer.overflow:
+            raise FloatingPointError("a gradient is not finite")
+        optimizer.override_loss_scale(1.0)
         return output
 
     def whole(self, module: nn.Module) -> nn.Module:
