@@ -61,6 +61,9 @@ compare: env ## DFlash, DFlash+SC and DFlow, three seeds each, with the fairness
 compare-quick: env ## the same with one seed and few steps: does the harness work?
 	$(BIN)/python scripts/compare.py --quick
 
+distributed: env ## two CPU processes under DDP and ZeRO 1 to 3: equal losses, checkpoints, bf16 (some 10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/prove_distributed.py
+
 bench-throughput: env ## tokens/s of the shipped drafters with 1 to 32 requests in flight
 	$(BIN)/dflow-train bench --target $(TARGET) --suite tiny --temperature 0,1 \
 		--drafter data/tiny-drafters/dflash --drafter data/tiny-drafters/dflow \

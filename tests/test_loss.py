@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.loss import LossConfig, slot_weights, token_losses
+from dflow_lightning.loss import LossConfig, LossWindow, slot_weights, token_losses
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -89,3 +89,17 @@ def test_bad_values_are_named():
         LossConfig(gamma=-1)
     with pytest.raises(InputError, match=r"loss\.chunk_blocks is 0"):
         LossConfig(chunk_blocks=0)
+
+
+def test_a_window_that_begins_with_nothing_still_counts_what_follows():
+    """The first micro-batch has no weight to divide by."""
+    window, shares = LossWindow(), torch.tensor([1.0, 0.5])
+    nothing = torch.zeros(2, 4)
+    some = torch.tensor([[6.0, 3.0, 1.0, 2.0], [8.0, 4.0, 0.0, 1.0]])
+    assert window.add(nothing, nothing, shares).item() == 0.0
+    assert window.correction().item() == 1.0
+    assert window.loss().item() == 0.0
+    last = window.add(some, some, shares)
+    wanted = (6.0 + 4.0) / (3.0 + 2.0)
+    assert (last * window.correction()).item() == pytest.approx(wanted)
+    assert window.loss().item() == pytest.approx(wanted)

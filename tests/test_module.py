@@ -14,7 +14,7 @@ from training import make_module, rollout_of
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.dims import DrafterConfig
 from dflow_lightning.errors import InputError
-from dflow_lightning.loss import LossConfig
+from dflow_lightning.loss import LossConfig, LossWindow
 from dflow_lightning.module import CHECKPOINT_KEY, DrafterModule, TargetConfig
 from dflow_lightning.optimizer import OptimizerConfig
 from dflow_lightning.relay import RelayConfig
@@ -124,6 +124,26 @@ def test_two_processes_with_uneven_rows_give_the_gradient_of_one(module, monkeyp
     for name, gradient in gradients(module).items():
         shared = gradient / (world_size or 1)
         torch.testing.assert_close(shared, whole[name], atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("splits", [[2, 2], [1, 3], [3, 1], [1, 1, 1, 1]])
+@pytest.mark.parametrize("weights", [None, [1.0, 0.5, 0.25]])
+def test_micro_batches_give_the_gradient_of_one_batch(module, splits, weights):
+    """Uneven rows, split in any way: one mean over all their slots."""
+    module.loss_config = LossConfig(round_weights=weights)
+    batch, window, start = uneven_batch(), LossWindow(), 0
+    whole_loss, _ = module.objective(with_rounds(module, batch))
+    whole_loss.backward()
+    whole = gradients(module)
+    module.zero_grad()
+    for size in splits:
+        part = Batch(*(part[start : start + size] for part in batch))
+        module.objective(with_rounds(module, part), window)[0].backward()
+        start += size
+    assert window.loss().item() == pytest.approx(whole_loss.item(), rel=1e-5)
+    for name, gradient in gradients(module).items():
+        corrected = gradient * window.correction()
+        torch.testing.assert_close(corrected, whole[name], atol=1e-6, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("relay", [True, False])

@@ -24,6 +24,7 @@ FREE_KEYS = (  # a resume may change these: they do not reach the weights
     "model.gradient_checkpointing",
     "model.attention",
     "model.target.attn_implementation",
+    "model.target.shard",
     "data.num_workers",
     "data.validation",
     "data.test",

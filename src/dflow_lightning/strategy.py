@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
 from torch import Tensor, nn
@@ -67,10 +67,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         bucket_elements: int = 50_000_000,
         timeout_minutes: int = 30,
     ) -> None:
-        for name, value in (
-            ("bucket_elements", bucket_elements),
-            ("timeout_minutes", timeout_minutes),
-        ):
+        limits = {"bucket_elements": bucket_elements, "timeout_minutes": timeout_minutes}
+        for name, value in limits.items():
             if value < 1:
                 raise InputError(f"trainer.strategy.{name} is {value}; give 1 or more")
         if not torch.cuda.is_available():
@@ -88,7 +86,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.stage = stage
         # DeepSpeed's own CPU optimizer compiles at its first use.
         self.config["zero_force_ds_cpu_optimizer"] = False
-        self._twins: dict[int, nn.Module] = {}
+        self._twins: dict[int, nn.Module] = {}  # whole copies by the id of what they copy
         self._twins_step = -1
 
     # ---------------------------------------------------------------- set-up
@@ -140,13 +138,17 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Wraps the module; stage 3 keeps whole twins of what drafts without gradient."""
-        if self.stage == 3 and self.lightning_module is not None:
+        assert self.lightning_module is not None
+        if self.stage == 3 and trainer.state.fn == "fit":
             for child in self.lightning_module.children():
                 self._twins[id(child)] = deepcopy(child).requires_grad_(False)
         super().setup(trainer)
-        if self.stage == 3:
-            for twin in self._twins.values():
-                twin.to(self.root_device)
+        for twin in self._twins.values():
+            twin.to(self.root_device)
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        """Validation and test alone run the module itself: nothing is sharded, so no engine."""
+        self.model_to_device()
 
     def _format_config(self) -> None:
         """The engine's settings; autocast stands in place of DeepSpeed's bf16 mode."""
@@ -179,7 +181,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning has divided the loss by the accumulated batches; DeepSpeed would do it again."""
+        """Lightning has divided the loss by the accumulated batches, DeepSpeed must not again."""
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def scale_gradients(self, factor: float) -> None:
@@ -187,9 +189,16 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.deepspeed_engine.optimizer.override_loss_scale(1.0 / factor)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One step; a scale that was set for it ends with it."""
+        """One step; a scale that was set for it ends with it.
+
+        Raises:
+            FloatingPointError: a gradient is not finite; DeepSpeed would leave the step out.
+        """
         output = super().optimizer_step(*args, **kwargs)
-        self.deepspeed_engine.optimizer.override_loss_scale(1.0)
+        optimizer = self.deepspeed_engine.optimizer
+        if optimizer.overflow:
+            raise FloatingPointError("a gradient is not finite")
+        optimizer.override_loss_scale(1.0)
         return output
 
     def whole(self, module: nn.Module) -> nn.Module:
@@ -197,7 +206,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
         Every process must ask at the same time: the first to ask after a step gathers all twins.
         """
-        if self.stage != 3 or id(module) not in self._twins:
+        if id(module) not in self._twins:
             return module
         assert self.lightning_module is not None
         step = self.lightning_module.trainer.global_step
@@ -236,12 +245,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         from deepspeed.utils import safe_get_full_fp32_param
 
         assert self.lightning_module is not None
-        state = {}
-        for name, parameter in self.lightning_module.named_parameters():
-            weight = safe_get_full_fp32_param(parameter)
-            if self.is_global_zero:
-                state[name] = weight.cpu()
-        return state
+        weights = (
+            (name, safe_get_full_fp32_param(parameter))
+            for name, parameter in self.lightning_module.named_parameters()
+        )
+        return {name: weight.cpu() for name, weight in weights if self.is_global_zero}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """AdamW's state as it is without ZeRO, on the first process; every process must call."""
@@ -330,14 +338,12 @@ for _name, _settings in NAMES.items():
 
 def check_name(strategy: Any) -> None:
     """Raise `InputError` for a `trainer.strategy` that is unknown or is not for drafters."""
-    if not isinstance(strategy, str):
-        return
-    if strategy.startswith("deepspeed"):
+    if isinstance(strategy, str) and strategy.startswith("deepspeed"):
         raise InputError(
             f"trainer.strategy is {strategy}, whose checkpoints nothing here reads; "
             f"choose of {', '.join(NAMES)}"
         )
-    if strategy != "auto" and strategy not in StrategyRegistry.available_strategies():
+    if isinstance(strategy, str) and strategy not in ["auto", *StrategyRegistry]:
         raise InputError(
             f"trainer.strategy is {strategy}, which is none; "
             f"choose of auto, ddp, {', '.join(NAMES)}"
