@@ -97,7 +97,8 @@ class _SplitAttention(torch.autograd.Function):
         out_b = out_b.view(B, N, H, K, E).transpose(1, 2).reshape(B, H, N * K, E)
         lse_b = lse_b.view(B, N, H, K).transpose(1, 2).reshape(B, H, N * K, 1)
         lse = torch.logaddexp(lse_c, lse_b)
-        out = out_c * (lse_c - lse).exp() + out_b * (lse_b - lse).exp()
+        # The log-sum-exps are float32, whatever the inputs are.
+        out = (out_c * (lse_c - lse).exp() + out_b * (lse_b - lse).exp()).to(q.dtype)
         ctx.save_for_backward(q, k_block, v_block, k_context, v_context, mask, out, lse.squeeze(-1))
         return out.view(B, H, N, K, E)
 

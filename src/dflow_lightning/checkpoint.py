@@ -21,6 +21,7 @@ FOLDER = "checkpoints"
 TRAINING_KEYS = ("model.", "data.", "rollout.", "seed_everything")
 FREE_KEYS = (  # a resume may change these: they do not reach the weights
     "model.init_from",
+    "model.gradient_checkpointing",
     "model.target.attn_implementation",
     "data.num_workers",
     "data.validation",

@@ -211,6 +211,8 @@ def quiet() -> None:
         logging.getLogger(name).setLevel("ERROR")
     # Lightning against a newer torch; nothing a user can change.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+    # DeepSpeed against a newer torch.
+    warnings.filterwarnings("ignore", message=r".*all_gather_into_tensor.* is deprecated")
 
 
 def run(args: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflow_lightning.attention import Backend, block_attention
@@ -116,11 +117,17 @@ class ContextKV:
 
 
 class Drafter(nn.Module):
-    """Drafts a block of tokens in one non-causal forward."""
+    """Drafts a block of tokens in one non-causal forward.
+
+    Attributes:
+        gradient_checkpointing: keep only each layer's input for the backward pass, and run the
+            layer once more there: a third more work for a small part of the memory.
+    """
 
     def __init__(self, dims: DrafterDims) -> None:
         super().__init__()
         self.dims = dims
+        self.gradient_checkpointing = False
         width = len(dims.target_layer_ids) * dims.hidden_size
         self.fc = nn.Linear(width, dims.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
@@ -155,7 +162,13 @@ class Drafter(nn.Module):
         """
         rope = self.rope(slot_positions(anchors_BN, x_BNKD.shape[2]), x_BNKD.dtype)
         for layer, layer_context in zip(self.layers, context, strict=True):
-            x_BNKD = layer(x_BNKD, layer_context, rope, anchors_BN, backend)
+            arguments = (x_BNKD, layer_context, rope, anchors_BN, backend)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x_BNKD = checkpoint(
+                    layer, *arguments, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x_BNKD = layer(*arguments)
         return self.norm(x_BNKD)
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -200,7 +213,10 @@ def rope_frequencies(dims: DrafterDims) -> tuple[Tensor, float]:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding in the half-split layout."""
+    """Rotary position embedding in the half-split layout, in the type of `x`.
+
+    Under autocast `x` is bfloat16 and the angles are float32: the rotation is then float32 too.
+    """
     cos, sin = rope
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)

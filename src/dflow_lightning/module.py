@@ -60,6 +60,7 @@ class DrafterModule(LightningModule):
         loss: LossConfig = LossConfig(),  # noqa: B008
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
         num_anchors: int = 512,
+        gradient_checkpointing: bool = False,
         seed: int = 0,
         init: Literal["target", "random"] = "target",
         init_from: str | None = None,
@@ -72,6 +73,8 @@ class DrafterModule(LightningModule):
             loss: the objective.
             optimizer: optimizer and learning-rate schedule.
             num_anchors: mask-round blocks per sequence.
+            gradient_checkpointing: run the drafter's layers again in the backward pass instead of
+                keeping what they computed; less memory, about a third more work in the drafter.
             seed: seeds the anchors, together with step and sample id.
             init: start the drafter from copies of target layers, or from random weights.
             init_from: start from an exported drafter or a published DFlash folder.
@@ -88,6 +91,7 @@ class DrafterModule(LightningModule):
         )
         dims = DrafterDims.resolve(drafter, self.target)
         self.drafter = Drafter(dims)
+        self.drafter.gradient_checkpointing = gradient_checkpointing
         if init == "target":
             start_from_target(self.drafter, self.target)
         self.relay: Relay | None = None
@@ -261,7 +265,9 @@ class DrafterModule(LightningModule):
             values[f"accepted_round{index}"] = accepted / blocks.clamp(min=1)
             values[f"tau_round{index}"] = accepted / blocks.clamp(min=1) + 1
         named = {f"{prefix}/{name}": value for name, value in values.items()}
-        self.log_dict(named, on_step=on_step, on_epoch=not on_step, batch_size=1)
+        self.log_dict(
+            named, on_step=on_step, on_epoch=not on_step, batch_size=1, sync_dist=not on_step
+        )
 
     # ---------------------------------------------------------------- optimizer and checkpoints
 

@@ -120,10 +120,13 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Starts the process group, on whatever device the trainer was given."""
         assert self.accelerator is not None
         if self.root_device.type == "cpu":
+            import deepspeed.ops
             from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
             from deepspeed.accelerator.real_accelerator import set_accelerator
 
             set_accelerator(CPU_Accelerator())
+            # It would compile collectives of its own, for minutes; gloo's are there.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 
@@ -156,23 +159,17 @@ class ZeroStrategy(DeepSpeedStrategy):
                 "lower_precision_safe_modules": [],  # gradients travel in float32
             }
 
-    def _setup_model_and_optimizer(self, model: nn.Module, *args: Any) -> Any:
-        if self.stage == 3:
-            from deepspeed.utils import set_z3_leaf_modules
-
-            from dflow_lightning.relay import Relay
-
-            # The relay reads its first layer's weight in pieces: it is gathered as a whole.
-            if any(isinstance(module, Relay) for module in model.modules()):
-                set_z3_leaf_modules(model, [Relay])
-        return super()._setup_model_and_optimizer(model, *args)
-
     # ---------------------------------------------------------------- steps
 
     @property
     def handles_gradient_accumulation(self) -> bool:
         """No: Lightning accumulates, and also steps when an epoch ends within a window."""
         return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing to do: the engine is told where accumulation ends, see `training_step`."""
+        yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One forward; the engine is told first whether the optimizer steps after it."""
@@ -303,10 +300,10 @@ class ZeroStrategy(DeepSpeedStrategy):
 
 def _gather(module: nn.Module, twin: nn.Module) -> None:
     """Copy a sharded module's weights into its whole twin, one tensor at a time."""
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
     for sharded, whole in zip(module.parameters(), twin.parameters(), strict=True):
-        with GatheredParameters([sharded]):
+        with deepspeed.zero.GatheredParameters([sharded]):
             whole.data.copy_(sharded.data)
 
 
