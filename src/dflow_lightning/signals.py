@@ -40,8 +40,9 @@ class Signals:
     Outside training they end the process at once, as they would without it: nothing is lost then.
     """
 
-    def __init__(self, end_within: float = END_WITHIN) -> None:
-        self.end_within = end_within
+    end_within = END_WITHIN
+
+    def __init__(self) -> None:
         self.received: list[int] = []
         self.launched: Callable[[int], None] | None = None  # sends a signal to our own children
         self._training = False
