@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check fmt compare compare-quick bench-throughput lossless relay-cost interop env-interop bench-peers env-vllm clean
+.PHONY: help env demo test check fmt compare compare-quick bench-throughput lossless relay-cost resume interop env-interop bench-peers env-vllm clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ lossless: env ## every drafter, relay, backend and batch size against plain deco
 
 relay-cost: env ## the relay's share of a round: embedded target and a Qwen3-1.7B shape (12 GB of memory)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/relay_cost.py
+
+resume: env ## 10 steps = 4 + 6 under every strategy, bit for bit, and 20 kill -9 (10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/resume_table.py
 
 interop: env env-interop ## other projects' packages load the shipped drafters and draft the same, and back
 	OMP_NUM_THREADS=1 $(BIN)/python tests/interop/run.py

@@ -58,19 +58,15 @@ def plant_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_train_batch_start(self: DrafterModule, batch: Any, batch_idx: int) -> None:
-        if self.global_step == STEP:  # found after the step, since it spoils the loss at once
-            torch.optim.AdamW.step = poisoned  # type: ignore[method-assign]
+    original = DrafterModule.optimizer_step
 
-    step = torch.optim.AdamW.step
+    def optimizer_step(self: DrafterModule, *args: Any, **kwargs: Any) -> None:
+        step = self.global_step
+        original(self, *args, **kwargs)
+        if step == STEP:  # found after the step, since it spoils the next loss at once
+            next(self.parameters()).data.flatten()[3] = torch.nan
 
-    def poisoned(self: Any, closure: Any = None) -> Any:
-        loss = step(self, closure)
-        self.param_groups[0]["params"][0].data.flatten()[3] = torch.nan
-        return loss
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)  # put back after the test
-    monkeypatch.setattr(DrafterModule, "on_train_batch_start", on_train_batch_start)
+    monkeypatch.setattr(DrafterModule, "optimizer_step", optimizer_step)
 
 
 @pytest.fixture
@@ -124,6 +120,7 @@ def test_a_weight_stops_before_it_is_saved(
     done = fit()  # weights are looked at every 100 steps, and before each checkpoint
     assert done.status == 1
     assert f"error: step {STEP + 1}: the weight drafter." in done.err
+    assert record(launch, STEP + 1)[1]["samples"]  # of the step that spoilt it
     assert last_step(launch) == STEP
 
 

@@ -52,9 +52,10 @@ class Guards(Callback):
         self.parameters_every_n_steps = parameters_every_n_steps
         self._ranks = Ranks()
         self._names: list[str] = []
-        self._norms: dict[int, Tensor] = {}  # of each gradient, summed over the step's batches
+        self._sizes: dict[int, Tensor] = {}  # of each gradient, summed over the step's batches
         self._losses: list[Tensor] = []
         self._batches: list[Batch] = []
+        self._stepped = False  # the batches are those of the step before
         self._checked_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,14 +69,15 @@ class Guards(Callback):
             parameter.register_hook(partial(self._see, index))
 
     def _see(self, index: int, gradient: Tensor) -> None:
-        # An infinite or undefined entry makes the norm so, and stays in any sum with it.
-        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
-        self._norms[index] = self._norms[index] + norm if index in self._norms else norm
+        size = largest(gradient.detach())
+        self._sizes[index] = self._sizes[index] + size if index in self._sizes else size
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Keeps the batches of the coming optimizer step."""
+        if self._stepped:
+            self._forget()
         self._batches.append(batch)
 
     def on_before_backward(
@@ -95,9 +97,9 @@ class Guards(Callback):
         if not self.enabled:
             return
         losses = {f"the loss of batch {i}": loss for i, loss in enumerate(self._losses)}
-        gradients = {f"the gradient of {self._names[i]}": n for i, n in self._norms.items()}
+        gradients = {f"the gradient of {self._names[i]}": n for i, n in self._sizes.items()}
         self._stop_if_any(trainer, pl_module, losses | gradients)
-        self._forget()
+        self._stepped = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -124,14 +126,12 @@ class Guards(Callback):
                 for name, p in module.named_parameters()
                 if p.requires_grad
             }
-            norms = {
-                f"the weight {name}": torch.linalg.vector_norm(weight, dtype=torch.float32)
-                for name, weight in weights.items()
-            }
-            self._stop_if_any(trainer, module, norms)
+            sizes = {f"the weight {name}": largest(weight) for name, weight in weights.items()}
+            self._stop_if_any(trainer, module, sizes)
 
     def _forget(self) -> None:
-        self._norms.clear()
+        self._stepped = False
+        self._sizes.clear()
         self._losses.clear()
         self._batches.clear()
 
@@ -183,6 +183,13 @@ class Guards(Callback):
 
     def _path(self, trainer: Trainer, name: str) -> Path:
         return Path(trainer.default_root_dir) / FOLDER / f"step{trainer.global_step}-{name}.pt"
+
+
+def largest(tensor: Tensor) -> Tensor:
+    """The largest size of an entry: not finite if any entry is not, and then in any sum with it."""
+    if not tensor.numel():  # a shard may be empty
+        return tensor.new_zeros((), dtype=torch.float32)
+    return torch.linalg.vector_norm(tensor, torch.inf, dtype=torch.float32)
 
 
 def sentence(step: int, culprits: list[Culprit]) -> str:
