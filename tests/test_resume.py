@@ -1,4 +1,4 @@
-"""A run that ends too early and goes on: exact resume, signals, kill -9, and what it may not change.
+"""A run that ends too early and goes on: exact resume, signals, kill -9, changed settings.
 
 `make resume` prints the whole table; here are the cells that can break in different ways.
 """
@@ -173,9 +173,7 @@ def test_a_signal_during_validation_does_not_wait_for_its_end(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["DDP x2", "ZeRO-2 x2"])
-def test_a_rank_that_fails_in_validation_ends_all(
-    strategy: str, start: Callable[..., Any]
-) -> None:
+def test_a_rank_that_fails_in_validation_ends_all(strategy: str, start: Callable[..., Any]) -> None:
     run = start(Plant("fail_in_validation", rank=1), case=Case(strategy, 0, 1))
     codes = run.wait(60)
     assert all(codes)
@@ -240,7 +238,7 @@ def test_bytes_of_a_checkpoint_are_foreseen(server: Server, shared: Path) -> Non
     foreseen = checkpoint.COPIES * sum(t.numel() * t.element_size() for t in weights)
     assert foreseen <= tensors <= 1.01 * foreseen  # and the optimizer's counts of steps
     check_disk(file, needed=10, free=30, files=3)
-    with pytest.raises(InputError, match="3 checkpoints of 0.00 GB"):
+    with pytest.raises(InputError, match=r"3 checkpoints of 0\.00 GB"):
         check_disk(file, needed=10, free=29, files=3)
 
 
@@ -266,8 +264,8 @@ def saved(launch: "Launcher", recipe: Path, run_options: list[str], kept: Path) 
 
 
 CHANGED = {
-    "--model.drafter.mask_token_id=300": "model.drafter.mask_token_id = null, this command says 300",
-    "--model.drafter.target_layer_ids=[0,2]": "target_layer_ids = [0, 1, 2], this command says [0, 2]",
+    "--model.drafter.mask_token_id=300": "mask_token_id = null, this command says 300",
+    "--model.drafter.target_layer_ids=[0,2]": "[0, 1, 2], this command says [0, 2]",
     "--model.drafter.block_size=8": "model.drafter.block_size = 4, this command says 8",
     "--model.relay.hidden_size=7": "model.relay.hidden_size = ",
     "--model.seed=3": "model.seed = 0, this command says 3",

@@ -97,10 +97,10 @@ class ValidationDecoding(Callback):
         world = trainer.world_size
         share = math.ceil(len(prompts) / world)
         mine = [(trainer.global_rank + i * world) % len(prompts) for i in range(share)]
-        local: list[Decoded] | None = []
+        local: list[Decoded] = []
+        interrupted = False
         for start in range(0, share, self.batch_size):
-            if self.interrupted():
-                local = None
+            if interrupted := self.interrupted():
                 break
             numbers = mine[start : start + self.batch_size]
             completions = decoder.generate(
@@ -115,10 +115,11 @@ class ValidationDecoding(Callback):
                 Decoded(i, prompts[i].family, completion.accepted)
                 for i, completion in zip(numbers, completions, strict=True)
             ]
-        gathered: list[Any] = [local]
+        mine_or_none = None if interrupted else local
+        gathered: list[Any] = [mine_or_none]
         if world > 1:
             gathered = [None] * world
-            torch.distributed.all_gather_object(gathered, local)
+            torch.distributed.all_gather_object(gathered, mine_or_none)
         if any(rows is None for rows in gathered):
             return None
         return list({row.number: row for rows in gathered for row in rows}.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -178,11 +179,16 @@ class TrainLoader:
                 )
         self._epoch, self._batch = state["epoch"], state["batch"]
 
+    @cached_property
+    def _fingerprint(self) -> str:
+        """Of ids and lengths; asked for at every step."""
+        rows = hashlib.sha256(self._rows.sample_ids.tobytes() + self._rows.lengths.tobytes())
+        return rows.hexdigest()[:8]
+
     def _order(self) -> dict[str, Any]:
         """What the order of batches follows from, by the names of the settings."""
-        rows = hashlib.sha256(self._rows.sample_ids.tobytes() + self._rows.lengths.tobytes())
         return {
-            "train": f"{len(self._rows)} rows ({rows.hexdigest()[:8]})",
+            "train": f"{len(self._rows)} rows ({self._fingerprint})",
             "batch_size": self._batch_size,
             "seed": self._seed,
         }
