@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check fmt compare compare-quick bench-throughput lossless relay-cost resume interop env-interop bench-peers env-vllm clean
+.PHONY: help env demo test check fmt compare compare-quick distributed bench-throughput lossless relay-cost resume interop env-interop bench-peers env-vllm clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ compare: env ## DFlash, DFlash+SC and DFlow, three seeds each, with the fairness
 
 compare-quick: env ## the same with one seed and few steps: does the harness work?
 	$(BIN)/python scripts/compare.py --quick
+
+distributed: env ## two CPU processes under DDP and ZeRO 1 to 3: equal losses, checkpoints, bf16 (some 10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/prove_distributed.py
 
 bench-throughput: env ## tokens/s of the shipped drafters with 1 to 32 requests in flight
 	$(BIN)/dflow-train bench --target $(TARGET) --suite tiny --temperature 0,1 \

@@ -36,6 +36,7 @@ class Arm:
     world: int = 1
     accumulate: int = 1
     steps: int = 20
+    shard: bool = False  # the target's layers, over the processes
     save_at: int | None = None  # also write <name>-<step>.ckpt
     resume: str | None = None  # the name of the checkpoint that is continued
 
@@ -113,7 +114,8 @@ class ExtremeRollout(OnlineRollout):
 
 def checksum(target: Any) -> float:
     """Changes with any bit of the target's weights."""
-    return sum(float(p.double().abs().sum()) for p in target.model.parameters())
+    weights = [getattr(p, "full_tensor", lambda p=p: p)() for p in target.model.parameters()]
+    return sum(float(weight.double().abs().sum()) for weight in weights)
 
 
 def run_arm(arm: Arm, target_dir: Path, folder: Path) -> dict[str, Any]:
@@ -124,6 +126,7 @@ def run_arm(arm: Arm, target_dir: Path, folder: Path) -> dict[str, Any]:
     with torch.no_grad():  # a relay that starts at zero would hide its own gradient
         for parameter in module.relay.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+    module.target_config.shard = arm.shard
     before, record = checksum(module.target), Record(folder, arm)
     trainer = Trainer(
         strategy=arm.strategy, devices=arm.world, accelerator="cpu", max_steps=arm.steps,
@@ -143,6 +146,10 @@ def run_arm(arm: Arm, target_dir: Path, folder: Path) -> dict[str, Any]:
         "target_unchanged": checksum(module.target) == before,
         "parameters": sum(p.numel() for p in make_module(target_dir).parameters()),
         "optimized": record.optimized,
+        "target_here": sum(
+            getattr(p, "to_local", lambda p=p: p)().numel()
+            for p in module.target.model.parameters()
+        ),
     }
 
 

@@ -23,6 +23,7 @@ FREE_KEYS = (  # a resume may change these: they do not reach the weights
     "model.init_from",
     "model.gradient_checkpointing",
     "model.target.attn_implementation",
+    "model.target.shard",
     "data.num_workers",
     "data.validation",
     "data.test",

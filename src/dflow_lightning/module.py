@@ -39,11 +39,14 @@ class TargetConfig:
         path: hub id or folder of a Hugging Face causal language model.
         dtype: `auto` is float32 on a CPU and bfloat16 elsewhere.
         attn_implementation: the target's own attention backend.
+        shard: keep one share of its layers on each process, for a target that is too large for one
+            GPU; slower, since every layer is gathered in every forward.
     """
 
     path: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     attn_implementation: str = "sdpa"
+    shard: bool = False
 
 
 class DrafterModule(LightningModule):
@@ -286,7 +289,11 @@ class DrafterModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Bring the target to the module's device, and check that the data fit its context."""
         # Lightning does not know about it, and moves the module itself after this.
-        self.target.to(self.trainer.strategy.root_device)
+        device = self.trainer.strategy.root_device
+        if self.target_config.shard and self.trainer.world_size > 1 and not self.target.sharded:
+            self.target.shard(device)
+        else:
+            self.target.to(device)
         data = getattr(self.trainer, "datamodule", None)
         limit = self.target.config.max_position_embeddings
         if isinstance(data, ChatDataModule) and data.longest_row > limit:

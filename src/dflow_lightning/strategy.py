@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
 from torch import Tensor, nn
@@ -179,7 +179,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning has divided the loss by the accumulated batches; DeepSpeed would do it again."""
+        """Lightning has divided the loss by the accumulated batches, DeepSpeed must not again."""
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def scale_gradients(self, factor: float) -> None:
@@ -187,9 +187,16 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.deepspeed_engine.optimizer.override_loss_scale(1.0 / factor)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One step; a scale that was set for it ends with it."""
+        """One step; a scale that was set for it ends with it.
+
+        Raises:
+            FloatingPointError: a gradient is not finite; DeepSpeed would leave the step out.
+        """
         output = super().optimizer_step(*args, **kwargs)
-        self.deepspeed_engine.optimizer.override_loss_scale(1.0)
+        optimizer = self.deepspeed_engine.optimizer
+        if optimizer.overflow:
+            raise FloatingPointError("a gradient is not finite")
+        optimizer.override_loss_scale(1.0)
         return output
 
     def whole(self, module: nn.Module) -> nn.Module:

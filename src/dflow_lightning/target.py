@@ -125,6 +125,7 @@ class FrozenTarget:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
+        self.sharded = False
         self.config = model.config.get_text_config()
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
@@ -274,6 +275,22 @@ class FrozenTarget:
         """Move the weights in place; returns the target itself."""
         self.model.to(device)
         return self
+
+    def shard(self, device: torch.device) -> FrozenTarget:
+        """Keep one share of every decoder layer on each process; a layer is whole while it runs.
+
+        Embedding, final norm and head stay whole. From here on every process must run the same
+        number of forwards, since each gathers its layers from all of them.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        _ = self.fingerprint  # of whole weights, now or never
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        for layer in self._decoder.layers:  # one at a time: the whole may not fit the device
+            fully_shard(layer.to(device), mesh=mesh, reshard_after_forward=True)
+        self.sharded = True
+        return self.to(device)
 
     @property
     def embedding_weight(self) -> Tensor:

@@ -92,15 +92,19 @@ class ValidationDecoding(Callback):
         """Decodes this process's share and gathers everyone's; None if a process was interrupted.
 
         Each process decodes equally many prompts: a short share repeats prompts, and the gathered
-        repeats are dropped.
+        repeats are dropped. With a sharded target each decodes them all, since every process must
+        run the same forwards.
         """
-        world = trainer.world_size
+        world, rank = trainer.world_size, trainer.global_rank
+        if decoder.target.sharded:
+            world, rank = 1, 0
         share = math.ceil(len(prompts) / world)
-        mine = [(trainer.global_rank + i * world) % len(prompts) for i in range(share)]
+        mine = [(rank + i * world) % len(prompts) for i in range(share)]
         local: list[Decoded] = []
         interrupted = False
         for start in range(0, share, self.batch_size):
-            if interrupted := self.interrupted():
+            # Processes of a sharded target must not part; they stop after decoding.
+            if interrupted := (not decoder.target.sharded and self.interrupted()):
                 break
             numbers = mine[start : start + self.batch_size]
             completions = decoder.generate(
