@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,44 @@ def fail_at(step: int, batch: int = 0) -> None:
     before_objective(then)
 
 
+def hang_at(step: int, end_within: float) -> None:
+    """A batch that never ends, as when another process is gone; and a shorter time limit."""
+    from dflow_lightning.signals import Signals
+
+    Signals.end_within = end_within
+    counter = Counter(step, 0)
+
+    def then(module: DrafterModule, inputs: Any) -> None:
+        if counter.due(module):
+            Path("hanging").touch()
+            hold = threading.Lock()
+            hold.acquire()
+            hold.acquire()
+
+    before_objective(then)
+
+
+def fail_in_validation() -> None:
+    """Decoding fails on this rank alone."""
+    from dflow_lightning.decode import SpeculativeDecoder
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("planted")
+
+    SpeculativeDecoder.generate = generate  # type: ignore[method-assign]
+
+
+def nan_loss(step: int, batch: int = 0) -> None:
+    """A loss that is not a number."""
+    original, counter = DrafterModule.objective, Counter(step, batch)
+
+    def objective(self: DrafterModule, inputs: Any, *args: Any) -> Any:
+        loss, sums = original(self, inputs, *args)
+        return (loss * torch.nan if self.training and counter.due(self) else loss), sums
+
+    DrafterModule.objective = objective  # type: ignore[method-assign]
+
+
 def slow(seconds: float) -> None:
     """Every batch takes at least so long."""
     before_objective(lambda module, inputs: time.sleep(seconds))
@@ -127,5 +166,8 @@ def kill_in_save(number: int, share: float) -> None:
 
 
 PLANTS: dict[str, Callable[..., None]] = {
-    plant.__name__: plant for plant in (record, signal_at, fail_at, slow, kill_in_save)
+    plant.__name__: plant
+    for plant in (
+        *(record, signal_at, fail_at, hang_at, slow, kill_in_save, fail_in_validation, nan_loss),
+    )
 }

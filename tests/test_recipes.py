@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 pytest_plugins = ["launch"]
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-TINY = [path for path in RECIPES if path.stem.startswith("tiny-")]
+WARM = ROOT / "recipes/tiny-dflow-from-dflash.yaml"
+TINY = [path for path in RECIPES if path.stem.startswith("tiny-") and path != WARM]
 QWEN3 = [path for path in RECIPES if path.stem.startswith("qwen3-")]
 OVERLAYS = sorted((ROOT / "recipes/hardware").glob("*.yaml"))
 HEADER = ("dflow-train fit --config recipes/", "Hardware:", "docs/results.md")
@@ -47,6 +48,49 @@ def test_tiny_recipes_differ_only_in_the_method() -> None:
         del recipe["rollout"], recipe["model"]["relay"]
     assert len(recipes) == 3
     assert recipes[0] == recipes[1] == recipes[2]
+
+
+def test_the_warm_recipe_is_tiny_dflow_with_a_start() -> None:
+    warm, cold = (
+        yaml.safe_load(path.read_text()) for path in (WARM, ROOT / "recipes/tiny-dflow.yaml")
+    )
+    assert warm["model"].pop("init_from") == "data/tiny-drafters/dflash"
+    for recipe in (warm, cold):
+        del recipe["model"]["optimizer"], recipe["trainer"]
+    assert warm == cold
+
+
+def test_the_warm_recipe_begins_as_good_as_the_drafter_it_begins_with(
+    launch: "Launcher", data_dir: Path
+) -> None:
+    """Step 0 of DFlow is the DFlash drafter, token for token, relay on or off."""
+    from dflow_lightning.decode import SpeculativeDecoder
+    from dflow_lightning.module import DrafterModule
+
+    target, dflash = ROOT / "data/tiny-qwen3", ROOT / "data/tiny-drafters/dflash"
+    values = {
+        "model.target.path": target,
+        "model.init_from": dflash,
+        **{f"data.{split}": data_dir / f"{split}.jsonl" for split in ("train", "validation")},
+        "data.test": data_dir / "test.jsonl",
+        "model.optimizer.lr": 1e-12,  # two steps that leave the weights as good as they were
+        "trainer.max_steps": 2,
+        "trainer.limit_val_batches": 0,
+        "trainer.num_sanity_val_steps": 0,
+        "tracking.enabled": "false",
+    }
+    done = launch("fit", "--config", WARM, *(f"--{key}={value}" for key, value in values.items()))
+    assert done.status == 0, done.err
+    path = launch.folder / "runs/tiny-dflow-from-dflash/checkpoints/last.ckpt"
+    module = DrafterModule.from_checkpoint(path, target=str(target))
+    begun, published = module.decoder(), SpeculativeDecoder.from_export(dflash, target=str(target))
+    prompts = [begun.encode("What can I cook with rice and beans?"), begun.encode("What is 3 + 4?")]
+    expected = published.generate(prompts, max_new_tokens=32)
+    assert any(sum(one.accepted) for one in expected)
+    for relay in (True, False):
+        decoded = begun.generate(prompts, max_new_tokens=32, relay=relay)
+        for one, other in zip(decoded, expected, strict=True):
+            assert (one.token_ids, one.accepted) == (other.token_ids, other.accepted)
 
 
 def test_qwen3_recipes_differ_only_in_target_and_method() -> None:

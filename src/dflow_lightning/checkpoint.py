@@ -85,7 +85,19 @@ class Checkpointing(ModelCheckpoint):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keeps the state that was resumed, for a run that fails before its first step."""
+        """Keeps the state that was resumed, for a run that fails before its first step.
+
+        Raises:
+            InputError: the run had another number of processes.
+        """
+        before = checkpoint.get(PROCESSES_KEY, trainer.world_size)
+        if trainer.state.fn == "fit" and before != trainer.world_size:
+            raise InputError(
+                f"ckpt_path: the run had {before} processes, this command has "
+                f"{trainer.world_size}, and other batches would make a step; resume with as many "
+                "(trainer.devices, trainer.num_nodes), or start a new run from exported weights "
+                "with model.init_from"
+            )
         self._boundary = checkpoint["loops"]["fit_loop"]
         self._boundary_step = checkpoint["global_step"]
 

@@ -14,7 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from dflow_lightning.atomic import take_place
-from dflow_lightning.data.batches import Batch, sample_id
+from dflow_lightning.data.datamodule import ChatDataModule
+from dflow_lightning.data.token_rows import Batch
 from dflow_lightning.errors import InputError, RunError
 from dflow_lightning.ranks import Ranks
 from dflow_lightning.rollout import OnlineRollout
@@ -52,9 +53,10 @@ class Guards(Callback):
         self.parameters_every_n_steps = parameters_every_n_steps
         self._ranks = Ranks()
         self._names: list[str] = []
-        self._norms: dict[int, Tensor] = {}  # of each gradient, summed over the step's batches
+        self._sizes: dict[int, Tensor] = {}  # of each gradient, summed over the step's batches
         self._losses: list[Tensor] = []
         self._batches: list[Batch] = []
+        self._stepped = False  # the batches are those of the step before
         self._checked_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,14 +70,15 @@ class Guards(Callback):
             parameter.register_hook(partial(self._see, index))
 
     def _see(self, index: int, gradient: Tensor) -> None:
-        # An infinite or undefined entry makes the norm so, and stays in any sum with it.
-        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
-        self._norms[index] = self._norms[index] + norm if index in self._norms else norm
+        size = largest(gradient.detach())
+        self._sizes[index] = self._sizes[index] + size if index in self._sizes else size
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Keeps the batches of the coming optimizer step."""
+        if self._stepped:
+            self._forget()
         self._batches.append(batch)
 
     def on_before_backward(
@@ -95,9 +98,9 @@ class Guards(Callback):
         if not self.enabled:
             return
         losses = {f"the loss of batch {i}": loss for i, loss in enumerate(self._losses)}
-        gradients = {f"the gradient of {self._names[i]}": n for i, n in self._norms.items()}
+        gradients = {f"the gradient of {self._names[i]}": n for i, n in self._sizes.items()}
         self._stop_if_any(trainer, pl_module, losses | gradients)
-        self._forget()
+        self._stepped = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -124,14 +127,12 @@ class Guards(Callback):
                 for name, p in module.named_parameters()
                 if p.requires_grad
             }
-            norms = {
-                f"the weight {name}": torch.linalg.vector_norm(weight, dtype=torch.float32)
-                for name, weight in weights.items()
-            }
-            self._stop_if_any(trainer, module, norms)
+            sizes = {f"the weight {name}": largest(weight) for name, weight in weights.items()}
+            self._stop_if_any(trainer, module, sizes)
 
     def _forget(self) -> None:
-        self._norms.clear()
+        self._stepped = False
+        self._sizes.clear()
         self._losses.clear()
         self._batches.clear()
 
@@ -157,7 +158,7 @@ class Guards(Callback):
         """The batches of this process and what it found in them."""
         rollout = next((c for c in trainer.callbacks if isinstance(c, OnlineRollout)), None)  # type: ignore[attr-defined]
         rounds = 0 if rollout is None or rollout.waits(trainer) else rollout.num_rounds
-        samples = sample_names(trainer, [i for b in self._batches for i in b.sample_ids_B.tolist()])
+        samples = sample_names(trainer, [i for b in self._batches for i in b.sample_ids])
         content = {
             "step": trainer.global_step,
             "rank": trainer.global_rank,
@@ -165,7 +166,7 @@ class Guards(Callback):
             "tensors": names,
             "samples": samples,
             "rounds": rounds,
-            "batches": [{k: v.cpu() for k, v in b._asdict().items()} for b in self._batches],
+            "batches": [{k: v.cpu() for k, v in b.tensors().items()} for b in self._batches],
         }
         path = self._path(trainer, f"rank{trainer.global_rank}")
         save(content, path)
@@ -185,6 +186,13 @@ class Guards(Callback):
         return Path(trainer.default_root_dir) / FOLDER / f"step{trainer.global_step}-{name}.pt"
 
 
+def largest(tensor: Tensor) -> Tensor:
+    """The largest size of an entry: not finite if any entry is not, and then in any sum with it."""
+    if not tensor.numel():  # a shard may be empty
+        return tensor.new_zeros((), dtype=torch.float32)
+    return torch.linalg.vector_norm(tensor, torch.inf, dtype=torch.float32)
+
+
 def sentence(step: int, culprits: list[Culprit]) -> str:
     """Rank, step, tensor, samples and how to look at it, of the first process that found any."""
     first, rest = culprits[0], culprits[1:]
@@ -199,9 +207,8 @@ def sentence(step: int, culprits: list[Culprit]) -> str:
 
 def sample_names(trainer: Trainer, ids: list[int]) -> list[str]:
     """The ids of the data's rows where they are at hand, or the numbers that stand for them."""
-    rows = getattr(trainer.datamodule, "_rows", {}).get("train", ())  # type: ignore[attr-defined]
-    names = {sample_id(row.id): row.id for row in rows}
-    return [names.get(number, str(number)) for number in ids]
+    data = getattr(trainer, "datamodule", None)
+    return data.row_names(ids) if isinstance(data, ChatDataModule) else [str(one) for one in ids]
 
 
 def save(content: dict[str, Any], path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflow_lightning.data.batches import Batch
+from dflow_lightning.data.token_rows import Batch
 from dflow_lightning.errors import InputError
 from dflow_lightning.loss import LossConfig
 from dflow_lightning.module import DrafterModule
@@ -26,11 +26,11 @@ def replay_command(*, file: Path, target: str | None = None, device: str = "cpu"
     module.to(device).train()
     module.target.to(torch.device(device))
     print(f"step {content['step']} of rank {content['rank']} of {content['world_size']}")
-    print(f"then not finite: {', '.join(content['tensors'])}")
+    print(f"not finite then: {listed_tensors(content['tensors'])}")
     mixed = "bf16" in str(recipe["trainer"]["precision"])
     precision = torch.autocast(device, torch.bfloat16) if mixed else nullcontext()
     for number, tensors in enumerate(content["batches"]):
-        batch = Batch(**{name: tensor.to(device) for name, tensor in tensors.items()})
+        batch = Batch.from_tensors({name: tensor.to(device) for name, tensor in tensors.items()})
         with precision:
             lines = replay_batch(module, batch, content, recipe["rollout"])
         share = len(content["samples"]) // len(content["batches"])
@@ -136,6 +136,11 @@ def is_finite(tensor: Tensor) -> bool:
 
 def largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def listed_tensors(names: list[str]) -> str:
+    """The first few in words."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def listed(names: list[str], total: int) -> str:

@@ -40,8 +40,9 @@ class Signals:
     Outside training they end the process at once, as they would without it: nothing is lost then.
     """
 
-    def __init__(self, end_within: float = END_WITHIN) -> None:
-        self.end_within = end_within
+    end_within = END_WITHIN
+
+    def __init__(self) -> None:
         self.received: list[int] = []
         self.launched: Callable[[int], None] | None = None  # sends a signal to our own children
         self._training = False
@@ -85,9 +86,9 @@ class Signals:
         self.launched = getattr(launcher, "kill", None)
 
     @property
-    def signum(self) -> int:
-        """The signal to end with; 0 for none."""
-        return max(self.received, key=ENDING.index, default=0)  # type: ignore[arg-type]
+    def received_order(self) -> int:
+        """The place in `ENDING` of the signal to end with, counted from 1; 0 for none."""
+        return max((ENDING.index(signal.Signals(s)) + 1 for s in self.received), default=0)
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
         if self._training:
@@ -184,8 +185,7 @@ class GracefulStop(Callback):
 
     def stop_if_asked(self, trainer: Trainer) -> None:
         """Raise `Stopped` on all processes if one of them has got a signal."""
-        rank = ENDING.index(self.signals.signum) + 1 if self.signals.signum else 0  # type: ignore[arg-type]
-        agreed = self._ranks.largest(trainer, rank)
+        agreed = self._ranks.largest(trainer, self.signals.received_order)
         if not agreed:
             return
         checkpoint, signum = trainer.checkpoint_callback, ENDING[agreed - 1]

@@ -100,10 +100,11 @@ class ValidationDecoding(Callback):
             world, rank = 1, 0
         share = math.ceil(len(prompts) / world)
         mine = [(rank + i * world) % len(prompts) for i in range(share)]
-        local: list[Decoded] | None = []
+        local: list[Decoded] = []
+        interrupted = False
         for start in range(0, share, self.batch_size):
-            if not decoder.target.sharded and self.interrupted():
-                local = None
+            # Processes of a sharded target must not part; they stop after decoding.
+            if interrupted := (not decoder.target.sharded and self.interrupted()):
                 break
             numbers = mine[start : start + self.batch_size]
             completions = decoder.generate(
@@ -118,10 +119,11 @@ class ValidationDecoding(Callback):
                 Decoded(i, prompts[i].family, completion.accepted)
                 for i, completion in zip(numbers, completions, strict=True)
             ]
-        gathered: list[Any] = [local]
+        mine_or_none = None if interrupted else local
+        gathered: list[Any] = [mine_or_none]
         if world > 1:
             gathered = [None] * world
-            torch.distributed.all_gather_object(gathered, local)
+            torch.distributed.all_gather_object(gathered, mine_or_none)
         if any(rows is None for rows in gathered):
             return None
         return list({row.number: row for rows in gathered for row in rows}.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -106,16 +107,21 @@ class TrainLoader:
                 )
         self._epoch, self._batch = state["epoch"], state["batch"]
 
-    def _identity(self) -> dict[str, Any]:
-        """What the order of batches follows from, by the names of the settings."""
+    @cached_property
+    def _fingerprint(self) -> str:
+        """Of ids and lengths; asked for at every step."""
         rows = hashlib.sha256(
             self._rows.sample_ids.tobytes() + self._rows.lengths.astype(np.int64).tobytes()
         )
+        return rows.hexdigest()[:8]
+
+    def _identity(self) -> dict[str, Any]:
+        """What the order of batches follows from, by the names of the settings."""
         order = self._order
         mixed = {} if order.weights is None else {"train_weights": f"{order.weights} {order.sizes}"}
         packed = {} if order.width is None else {"pack": order.width}
         return {
-            "train": f"{len(self._rows)} rows ({rows.hexdigest()[:8]})",
+            "train": f"{len(self._rows)} rows ({self._fingerprint})",
             "batch_size": order.batch_size,
             "seed": order.seed,
         } | (mixed | packed)

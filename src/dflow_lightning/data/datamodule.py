@@ -15,7 +15,14 @@ from dflow_lightning.data.rows import Row
 from dflow_lightning.data.sets import check_disjoint, check_manifest, read_set
 from dflow_lightning.data.tasks import TaskName, task_prompts
 from dflow_lightning.data.template import ChatEncoder, EncodedRow
-from dflow_lightning.data.token_rows import Batch, ChainedRows, PreparedRows, RowSource, TokenRows
+from dflow_lightning.data.token_rows import (
+    Batch,
+    ChainedRows,
+    PreparedRows,
+    RowSource,
+    TokenRows,
+    sample_id,
+)
 from dflow_lightning.errors import InputError
 
 __all__ = ["Batch", "ChatDataModule", "Prompt", "Split"]
@@ -176,6 +183,17 @@ class ChatDataModule(LightningDataModule):
                 field="data.validation_tasks",
             ).prompts
         return prompts
+
+    def row_names(self, sample_ids: Sequence[int]) -> list[str]:
+        """The ids of training rows, or the numbers that stand for them where none has it."""
+        names: dict[int, str] = {}
+        for rows in self._read("train"):
+            if isinstance(rows, PreparedRows):
+                (found,) = np.nonzero(np.isin(rows.sample_ids, list(sample_ids)))
+                names |= {int(rows.sample_ids[row]): rows.id(int(row)) for row in found}
+            else:
+                names |= {sample_id(row.id): row.id for row in rows}
+        return [names.get(number, str(number)) for number in sample_ids]
 
     @property
     def longest_row(self) -> int:

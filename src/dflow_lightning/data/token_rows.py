@@ -6,7 +6,7 @@ Shapes: B batch, S sequence, R rows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +31,25 @@ class Batch(NamedTuple):
     loss_mask_BS: Tensor
     sample_ids_B: Tensor
     documents: Documents | None = None
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """Of all documents, each once."""
+        ids = self.sample_ids_B if self.documents is None else self.documents.sample_ids_BS
+        return [number for number in ids.unique().tolist() if number >= 0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All there is by name, to be saved."""
+        own = {name: value for name, value in self._asdict().items() if name != "documents"}
+        documents = {} if self.documents is None else self.documents._asdict()
+        return own | {f"documents.{name}": value for name, value in documents.items()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Batch:
+        """The inverse of `tensors`."""
+        own = {name: value for name, value in tensors.items() if "." not in name}
+        inner = {name.split(".")[1]: value for name, value in tensors.items() if "." in name}
+        return cls(**own, documents=Documents(**inner) if inner else None)
 
 
 class RowSource(Protocol):
@@ -107,6 +126,10 @@ class PreparedRows:
         """Ids and loss mask of a row."""
         tokens, loss_mask = self._open()
         return tokens.read(row), loss_mask.read(row)
+
+    def id(self, row: int) -> str:
+        """What a row is called."""
+        return open_prepared(self.folder).data.column("id")[row].as_py()
 
     def names(self) -> list[RowName]:
         """Id and family of every row, in order; all in memory, so for held-out sets."""
