@@ -107,8 +107,9 @@ def test_loss_and_gradient_stop_before_the_step(
     path, content = record(launch, STEP)
     assert line.endswith(f"dflow-train replay --file {path.relative_to(launch.folder)}")
     assert (content["step"], content["rank"], content["rounds"]) == (STEP, 0, 2)
-    assert len(content["samples"]) == 4
-    assert all(name in line for name in content["samples"])
+    (samples,) = content["samples"]
+    assert len(samples) == 4
+    assert all(name in line for name in samples)
     assert content["batches"][0]["input_ids_BS"].shape[0] == 4
     assert last_step(launch) == STEP
 
@@ -164,7 +165,7 @@ def test_replay_finds_where_a_real_overflow_begins(fit: Any, launch: "Launcher")
     replayed = launch("replay", "--file", path)
     assert replayed.status == 0, replayed.err
     assert "step 1 of rank 0 of 1" in replayed.out
-    assert f"batch 0: samples {', '.join(content['samples'])}" in replayed.out
+    assert f"batch 0: samples {', '.join(content['samples'][0])}" in replayed.out
     assert "weights        all finite" in replayed.out
     assert "target taps    finite" in replayed.out
     assert "first output   drafter.layers.0.self_attn.q_proj is NOT finite" in replayed.out

@@ -6,6 +6,7 @@ processes together. The process that met it writes its batches, the first proces
 """
 
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,7 +159,7 @@ class Guards(Callback):
         """The batches of this process and what it found in them."""
         rollout = next((c for c in trainer.callbacks if isinstance(c, OnlineRollout)), None)  # type: ignore[attr-defined]
         rounds = 0 if rollout is None or rollout.waits(trainer) else rollout.num_rounds
-        samples = sample_names(trainer, [i for b in self._batches for i in b.sample_ids])
+        samples = [sample_names(trainer, batch.sample_ids) for batch in self._batches]
         content = {
             "step": trainer.global_step,
             "rank": trainer.global_rank,
@@ -170,7 +171,7 @@ class Guards(Callback):
         }
         path = self._path(trainer, f"rank{trainer.global_rank}")
         save(content, path)
-        return Culprit(trainer.global_rank, tensor, samples, str(path))
+        return Culprit(trainer.global_rank, tensor, [*chain.from_iterable(samples)], str(path))
 
     def _write_weights(self, trainer: Trainer, module: LightningModule) -> None:
         """The weights at this step, in the form of a checkpoint without optimizer."""

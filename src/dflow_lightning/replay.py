@@ -33,9 +33,8 @@ def replay_command(*, file: Path, target: str | None = None, device: str = "cpu"
         batch = Batch.from_tensors({name: tensor.to(device) for name, tensor in tensors.items()})
         with precision:
             lines = replay_batch(module, batch, content, recipe["rollout"])
-        share = len(content["samples"]) // len(content["batches"])
-        samples = content["samples"][number * share : (number + 1) * share]
-        print("\n".join([f"batch {number}: samples {', '.join(samples)}", *lines]))
+        samples = ", ".join(content["samples"][number])
+        print("\n".join([f"batch {number}: samples {samples}", *lines]))
 
 
 def load(file: Path, target: str | None) -> tuple[dict[str, Any], DrafterModule, dict[str, Any]]:

@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     def sample_ids(self) -> list[int]:
         """Of all documents, each once."""
         ids = self.sample_ids_B if self.documents is None else self.documents.sample_ids_BS
-        return [number for number in ids.unique().tolist() if number >= 0]
+        return [number for number in dict.fromkeys(ids.flatten().tolist()) if number >= 0]
 
     def tensors(self) -> dict[str, Tensor]:
         """All there is by name, to be saved."""
