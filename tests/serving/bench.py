@@ -50,6 +50,7 @@ class Bench:
     scratch: Path
     per_family: int = 32
     max_new_tokens: int = 128
+    num_requests: int = 300
     failures: list[str] = field(default_factory=list)
 
     @cached_property

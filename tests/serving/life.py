@@ -19,8 +19,9 @@ DFLOW = ARMS[2]
 PREVIOUS = ROOT / ".venv-vllm/previous"  # the release before, over the same environment
 
 
-def soak(bench: Bench, count: int = 300) -> None:
+def soak(bench: Bench) -> None:
     """Requests with random lives: each block recomputed, each greedy answer as if alone."""
+    count = bench.num_requests
     for fault in (None, "mixed", "stale"):
         options = {"count": count if fault is None else count // 5}
         run = bench.offline(

@@ -35,6 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("section", nargs="*", help=f"of {', '.join(SECTIONS)}; all by default")
     parser.add_argument("--per-family", type=int, default=32, help="prompts of each family")
+    parser.add_argument("--requests", type=int, default=300, help="of the section soak")
     args = parser.parse_args()
     unknown = [name for name in args.section if name not in SECTIONS]
     if unknown:
@@ -45,7 +46,7 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="serving-") as scratch:
-        bench = Bench(Path(scratch), per_family=args.per_family)
+        bench = Bench(Path(scratch), per_family=args.per_family, num_requests=args.requests)
         for name in args.section or SECTIONS:
             start = time.monotonic()
             print(f"== {name}: {str(SECTIONS[name].__doc__).splitlines()[0]}", flush=True)

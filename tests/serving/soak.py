@@ -132,8 +132,8 @@ def main() -> None:
     settings = offline.settings(args) | {
         "max_model_len": 320,
         "max_num_batched_tokens": 160,  # prompts come in chunks
-        "block_size": 16,
-        "num_gpu_blocks_override": 48,  # some three requests
+        "block_size": 32,
+        "num_gpu_blocks_override": 24,  # some four requests
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
     }
