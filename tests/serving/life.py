@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
-from bench import ARMS, DRAFTERS, ROOT, TARGET, VLLM, Arm, Bench, counts
+from bench import ARMS, DRAFTERS, HERE, ROOT, TARGET, VLLM, Arm, Bench, counts
 from recompute import Recompute, Verdict
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
@@ -201,12 +203,33 @@ def overhead(bench: Bench) -> None:
             )
 
 
+def contract(bench: Bench, release: str, environment: dict[str, str]) -> None:
+    """What the plug-in relies on, and the V2 runner's hook on vLLM's own classes."""
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [VLLM, HERE / "contract.py", DFLOW.folder], capture_output=True, text=True, check=False,
+        env=inherited | environment,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    found = json.loads(done.stdout.splitlines()[-1])
+    differences = [one for group in ("model", "V1", "V2") for one in found[group]]
+    right = not differences and found["equal"] and found["corrected"] == [3, 0, 7]
+    print(
+        f"vLLM {found['version']:<8} interface: {differences or 'as expected'}; V2 hook on vLLM's "
+        f"own classes gives {'what V1 gives' if found['equal'] else 'SOMETHING ELSE'}  "
+        f"{bench.expect(f'contract {release}', right)}",
+        flush=True,
+    )
+
+
 def releases(bench: Bench) -> None:
     """The release before, on fewer prompts: counters and blocks, exactly."""
     prompts = bench.ids[::4]
     for name, environment in (("0.32", {}), ("0.31", {"PYTHONPATH": str(PREVIOUS)})):
         if environment and not PREVIOUS.is_dir():
             raise InputError(f"{PREVIOUS} is missing; run `make env-vllm`")
+        contract(bench, name, environment)
         for arm in ARMS[1:]:
             run = bench.offline(
                 prompts, arm, max_new_tokens=64, record=True, environment=environment
