@@ -5,7 +5,6 @@ a refusal. The cases that are served come with the engine itself and the warning
 """
 
 import json
-import logging
 from pathlib import Path
 
 import offline
@@ -14,17 +13,6 @@ CHANGES = {
     "release": "a release that is not in the table",
     "signature": "a method with another signature",
 }
-
-
-class Kept(logging.Handler):
-    """Keeps what the plug-in says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 def change(what: str) -> None:
@@ -53,8 +41,6 @@ def main() -> None:
         change(args.change)
     from vllm import LLM, EngineArgs, SamplingParams
 
-    kept = Kept()
-    logging.getLogger("vllm.dflow_lightning").addHandler(kept)
     result: dict = {"refused": {}}
     for name, settings in json.loads(args.folders.read_text()).items():
         try:
@@ -72,7 +58,7 @@ def main() -> None:
         )
         result["answers"] = [list(one.outputs[0].token_ids) for one in outputs]
         result |= offline.counts(engine)
-    args.out.write_text(json.dumps(result | {"said": kept.said}))
+    args.out.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
