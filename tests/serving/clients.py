@@ -89,13 +89,14 @@ def curl(bench: Bench, arm: Arm, server: VllmServer) -> None:
 
 def bench_serve(bench: Bench, arm: Arm, server: VllmServer) -> None:
     """vLLM's own benchmark client, on prompts of ours."""
-    file = bench.scratch / "bench.jsonl"
+    file = bench.scratch / "bench.json"
     texts = [bench.target.tokenizer.decode(ids) for ids in bench.ids[::4]]
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    turns = [[{"from": "human", "value": text}, {"from": "gpt", "value": text}] for text in texts]
+    file.write_text(json.dumps([{"conversations": two} for two in turns]))
     done = subprocess.run(
         [VLLM, HERE / "bench_serve.py", "--backend", "openai", "--base-url", server.url,
-         "--model", str(TARGET), "--dataset-name", "custom", "--dataset-path", str(file),
-         "--custom-output-len", str(LIMIT), "--skip-chat-template", "--num-prompts",
+         "--model", str(TARGET), "--dataset-name", "sharegpt", "--dataset-path", str(file),
+         "--sharegpt-output-len", str(LIMIT), "--num-prompts",
          str(len(texts)), "--max-concurrency", "4", "--temperature", "0", "--seed", "0"],
         capture_output=True, text=True, check=False, env=without_source(),
     )  # fmt: skip
