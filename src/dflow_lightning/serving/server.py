@@ -131,7 +131,7 @@ class VllmServer:
             threading.current_thread() is threading.main_thread()
             and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         ):
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            signal.signal(signal.SIGTERM, _leave)
 
     @property
     def log(self) -> str:
@@ -201,6 +201,12 @@ class VllmServer:
             values = re.findall(rf"^{re.escape(key)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
             found[name] = int(sum(map(float, values)))
         return found
+
+
+def _leave(*_: object) -> None:
+    """Exit once; a second signal must not end the clearing up."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
 
 
 def last_error(log: str) -> str:
