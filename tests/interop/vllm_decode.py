@@ -15,6 +15,7 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_PLUGINS": "",  # vLLM as it is, without our relay
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",

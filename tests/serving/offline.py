@@ -10,6 +10,8 @@ import argparse
 import json
 import os
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 # Read when vLLM is imported: offline, silent about use, one process, one core, 1 GiB of cache.
@@ -34,6 +36,7 @@ COUNTERS = {
     "prefix_hits": "vllm:prefix_cache_hits",
 }
 BLOCKS: list[dict] = []
+PARTS: Counter = Counter()  # seconds of a pass
 
 
 def counts(engine) -> dict[str, int]:
@@ -80,10 +83,33 @@ def record_blocks() -> None:
     GPUModelRunner.propose_draft_token_ids = noted
 
 
-def make_engine(args: argparse.Namespace):
-    """The `LLM` that the options ask for."""
-    from vllm import LLM
+def time_parts(relay: bool) -> None:
+    """Count the seconds of vLLM's draft call and of the relay inside it."""
+    from vllm.v1.spec_decode.dflash import DFlashProposer
 
+    owners = [(DFlashProposer, "propose", "draft")]
+    if relay:
+        from dflow_lightning.serving.vllm.model import RelayDFlashForCausalLM
+
+        owners.append((RelayDFlashForCausalLM, "prepare_correction", "relay"))
+    for owner, name, part in owners:
+        setattr(owner, name, timed(getattr(owner, name), part))
+
+
+def timed(method: Callable, part: str) -> Callable:
+    """A method that adds its seconds to `PARTS`."""
+
+    def wrapper(*args, **kwargs):
+        start = time.perf_counter()
+        result = method(*args, **kwargs)
+        PARTS[part] += time.perf_counter() - start
+        return result
+
+    return wrapper
+
+
+def settings(args: argparse.Namespace) -> dict:
+    """vLLM's settings for the options."""
     speculative = None
     if args.drafter:
         block_size = json.loads((args.drafter / "config.json").read_text())["block_size"]
@@ -92,7 +118,7 @@ def make_engine(args: argparse.Namespace):
             "model": str(args.drafter),
             "num_speculative_tokens": block_size - 1,
         }
-    settings = {
+    found = {
         "model": str(args.target),
         "dtype": "float32",
         "max_model_len": 512,
@@ -102,7 +128,7 @@ def make_engine(args: argparse.Namespace):
         "speculative_config": speculative,
         "additional_config": {"dflow_relay": args.relay == "on"},
     }
-    return LLM(**settings | json.loads(args.engine))
+    return found | json.loads(args.engine)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,39 +138,53 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--drafter", type=Path, help="none: the target alone")
     found.add_argument("--relay", choices=["on", "off"], default="on")
     found.add_argument("--concurrency", type=int, default=8)
-    found.add_argument("--engine", default="{}", help="JSON: more arguments of vLLM's LLM")
+    found.add_argument("--engine", default="{}", help="JSON: more settings of vLLM")
+    found.add_argument("--prompts", type=Path, required=True, help="JSON: lists of token ids")
+    found.add_argument("--out", type=Path, required=True)
     return found
 
 
 def main() -> None:
     options = parser()
-    options.add_argument("--prompts", type=Path, required=True, help="JSON: lists of token ids")
     options.add_argument("--max-new-tokens", type=int, default=128)
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument("--record", action="store_true")
-    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--passes", type=int, default=1, help="the last one is reported")
+    options.add_argument("--time", action="store_true", help="time drafting and the relay")
     args = options.parse_args()
-    from vllm import SamplingParams
+    from vllm import LLM, SamplingParams, __version__
 
     prompts = json.loads(args.prompts.read_text())
-    engine = make_engine(args)
+    engine = LLM(**settings(args))
     if args.record:
         record_blocks()
+    if args.time:
+        time_parts(args.relay == "on")
     sampling = [
         SamplingParams(temperature=args.temperature, max_tokens=args.max_new_tokens, seed=seed)
         for seed in range(len(prompts))
     ]
-    start = time.perf_counter()
-    outputs = engine.generate(
-        [{"prompt_token_ids": one} for one in prompts], sampling, use_tqdm=False
-    )
+    seconds = []
+    for _ in range(args.passes):
+        PARTS.clear()
+        before = counts(engine) if args.drafter else {}
+        engine.reset_prefix_cache()  # each pass reads its prompts anew
+        start = time.perf_counter()
+        outputs = engine.generate(
+            [{"prompt_token_ids": one} for one in prompts], sampling, use_tqdm=False
+        )
+        seconds.append(time.perf_counter() - start)
+    after = counts(engine) if args.drafter else {}
     result = {
-        "seconds": time.perf_counter() - start,
+        "seconds": seconds,
+        "parts": dict(PARTS),
+        "version": __version__,
         "answers": [list(one.outputs[0].token_ids) for one in outputs],
         "requests": [one.request_id for one in outputs],
         "blocks": BLOCKS,
     }
-    args.out.write_text(json.dumps(result | (counts(engine) if args.drafter else {})))
+    result |= {name: value - before[name] for name, value in after.items()}
+    args.out.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

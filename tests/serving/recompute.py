@@ -35,8 +35,8 @@ class Verdict:
         relayed: of these, how many had relay rows.
         differ: blocks with a draft that is not the recomputed one, excused or not.
         ties: of these, the excused ones.
-        unread: blocks drafted while a prompt was still being read, or after an answer's end: no
-            answer depends on them.
+        unread: blocks drafted while a prompt was still being read, or a text once more after a
+            preemption, or behind an answer's end: no answer depends on them.
         errors: what is wrong, a line each.
     """
 
@@ -182,7 +182,8 @@ class Recompute:
         steps: dict[int, Step] = {}
         before = None
         for block in rows:
-            if not prompt_length <= block["anchor"] < len(text):
+            again = before is not None and block["anchor"] <= before["anchor"]
+            if again or not prompt_length <= block["anchor"] < len(text):
                 found.unread += 1
                 continue
             if block["anchor_id"] != text[block["anchor"]]:

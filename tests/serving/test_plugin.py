@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dflow_lightning.errors import InputError
 from dflow_lightning.serving import vllm as plugin
 from dflow_lightning.serving.vllm import cpu_fixes, preflight
-from dflow_lightning.serving.vllm.folder import read_folder
+from dflow_lightning.serving.vllm.folder import local_folder, read_folder
 from dflow_lightning.serving.vllm.versions import release, unsupported
 from dflow_lightning.target import FrozenTarget
 
@@ -102,7 +102,7 @@ def test_the_plugin_needs_torch_and_safetensors_alone() -> None:
 import sys
 for name in {blocked}: sys.modules[name] = None
 import dflow_lightning.serving.vllm.hooks, dflow_lightning.serving.vllm.preflight
-from dflow_lightning.serving.vllm.folder import read_folder
+from dflow_lightning.serving.vllm.folder import local_folder, read_folder
 from pathlib import Path
 assert read_folder(Path({str(DFLOW)!r})).first_rejected
 """
@@ -118,6 +118,26 @@ def test_somebody_elses_folder_is_not_looked_into(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_text("whatever")
     assert read_folder(tmp_path) is None
+
+
+def test_a_hub_id_is_fetched_for_what_the_relay_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fetch(model: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((model, revision, allow_patterns))
+        return str(DFLOW)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert local_folder("someone/drafter", "v1") == DFLOW
+    assert asked == [("someone/drafter", "v1", ["config.json", "relay/*"])]
+
+
+@pytest.mark.parametrize("model", ["someone/not-in-the-cache", "no/such/folder"])
+def test_what_cannot_be_reached_is_left_to_vllm(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert local_folder(model, None) is None
 
 
 def relay_tensors(folder: Path, change) -> None:

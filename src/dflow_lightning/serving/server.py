@@ -9,7 +9,9 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -103,7 +105,10 @@ class VllmServer:
         self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> VllmServer:
-        environment = os.environ | ENVIRONMENT | dict(self.settings.environment)
+        self._end_on_sigterm()
+        # Our source is not for the engine's environment, which has an installation of its own.
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        environment = inherited | ENVIRONMENT | dict(self.settings.environment)
         with self.log_file.open("w") as log:
             self._process = subprocess.Popen(
                 self.settings.command(self.port), stdout=log, stderr=log, env=environment,
@@ -118,6 +123,15 @@ class VllmServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @staticmethod
+    def _end_on_sigterm() -> None:
+        """Leave by an exception when we are told to end, so that no server stays behind."""
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        ):
+            signal.signal(signal.SIGTERM, _leave)
 
     @property
     def log(self) -> str:
@@ -187,6 +201,12 @@ class VllmServer:
             values = re.findall(rf"^{re.escape(key)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
             found[name] = int(sum(map(float, values)))
         return found
+
+
+def _leave(*_: object) -> None:
+    """Exit once; a second signal must not end the clearing up."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
 
 
 def last_error(log: str) -> str:

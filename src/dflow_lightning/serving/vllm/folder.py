@@ -17,8 +17,9 @@ from dflow_lightning.relay_folder import load_relay, read_config
 
 @dataclass(frozen=True)
 class FoundRelay:
-    """A relay as the folder has it, on the CPU."""
+    """A relay as its folder has it, on the CPU."""
 
+    folder: Path
     relay: Relay
     first_rejected: bool
 
@@ -31,12 +32,16 @@ def local_folder(model: str, revision: str | None) -> Path | None:
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download  # comes with vLLM
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     wanted = ["config.json", "relay/*"]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
-    except (HfHubHTTPError, LocalEntryNotFoundError):
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
         return None
 
 
@@ -58,7 +63,7 @@ def read_folder(folder: Path) -> FoundRelay | None:
     integrity.check_unchanged(folder, config)
     if relay is None:
         return None
-    return FoundRelay(relay.eval().requires_grad_(False), first_rejected)
+    return FoundRelay(folder, relay.eval().requires_grad_(False), first_rejected)
 
 
 def _hidden_size(folder: Path, config: dict[str, Any]) -> int:

@@ -89,14 +89,12 @@ def check(vllm_config: Any) -> None:
                 "speculative_config: disable_padded_drafter_batch is true, which drops the rows "
                 "that the relay reads; leave it out"
             )
-        folder = local_folder(speculative.draft_model_config.model, None)
-        assert folder is not None  # it has a relay
-        config = read_config(folder / "config.json")
-        check_sizes(config, vllm_config.model_config, folder)
+        config = read_config(found.folder / "config.json")
+        check_sizes(config, vllm_config.model_config, found.folder)
     except InputError as error:
         raise InputError(f"{error}, {OFF}") from None
     warn = init_logger("vllm.dflow_lightning").warning
-    for sentence in warnings(config, vllm_config, folder):
+    for sentence in warnings(config, vllm_config, found.folder):
         warn(sentence)
 
 
