@@ -238,6 +238,8 @@ def mended(plan: Plan, gpu_memory: float) -> Plan:
     if "trainer.strategy to " in words:
         name = words.partition("trainer.strategy to ")[2].split()[0].strip(",")
         plan = replace(plan, sharding=sharding_of(name))
+    if "model.target.shard to true" in words:
+        plan = replace(plan, shard_target=True)
     if "data.batch_size to " in words:
         plan = replace(plan, rows=int(words.partition("data.batch_size to ")[2].split()[0]))
     assert plan.recipe is recipe
@@ -253,11 +255,11 @@ def test_what_a_refusal_proposes_fits(configs: dict[str, Path], memory: int) -> 
 def test_where_nothing_helps_that_is_said(configs: dict[str, Path]) -> None:
     plan = of_recipe(configs, "8b", "--gpus", 8)
     with pytest.raises(InputError, match=r"choose a smaller target, .* or take GPUs of \d+ GiB"):
-        plan.refuse_what_does_not_fit(16)
+        plan.refuse_what_does_not_fit(6)
 
 
 def test_zero_shards_what_its_stage_says(configs: dict[str, Path]) -> None:
-    plan = of_recipe(configs, "8b", "--gpus", 8)
+    plan = of_recipe(configs, "8b", "--gpus", 8, "--trainer.strategy=ddp")
     whole = list(plan.trained_state().values())
     n = plan.trained
     assert whole == [n * 6, n * 8, n * 8]  # with a bf16 copy; gradients twice under DDP
@@ -282,6 +284,14 @@ def test_recomputed_layers_keep_their_input(configs: dict[str, Path]) -> None:
     assert sum(fewer.values()) < 0.6 * sum(parts.values())
 
 
+@pytest.mark.parametrize("size", ["32b", "70b"])
+def test_a_sharded_target_fits(configs: dict[str, Path], size: str) -> None:
+    large = of_recipe(configs, "8b", "--gpus", 8, "--target_config", configs[size])
+    plan = mended(large, 80)
+    assert plan.shard_target
+    plan.refuse_what_does_not_fit(80)
+
+
 @pytest.mark.parametrize(
     ("size", "sentence"),
     [
@@ -296,8 +306,7 @@ def test_large_targets_are_refused(
     done = launch("plan", "--config", RECIPES / "qwen3-8b-dflow.yaml", *options)
     assert done.status == 2
     assert sentence in done.err
-    assert "choose a smaller target" in done.err
-    assert "or take GPUs of" in done.err
+    assert "set model.target.shard to true" in done.err
     assert len(done.err.splitlines()) == 1
     assert "optimizer" in done.out  # the table is still there
 

@@ -1,6 +1,7 @@
 """The MLflow record: parameters, artifact, status, resume, and a store that cannot be reached."""
 
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import mlflow
 import pytest
 import yaml
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from dflow_lightning.module import DrafterModule
+from dflow_lightning.signals import Stopped
 from dflow_lightning.tracking import PARAM_LIMIT, Tracking, flatten
 
 if TYPE_CHECKING:
@@ -126,10 +127,13 @@ def test_a_crash_is_status_1_and_a_failed_run(
 
 @pytest.mark.parametrize(
     ("raised", "status", "outcome"),
-    [(KeyboardInterrupt, 130, "KILLED"), (SIGTERMException, 143, "KILLED")],
+    [
+        (KeyboardInterrupt(), 130, "KILLED"),
+        (Stopped(signal.SIGTERM, "stopped by SIGTERM"), 143, "KILLED"),
+    ],
 )
 def test_a_stopped_run_is_killed_not_failed(
-    raised: type[BaseException],
+    raised: BaseException,
     status: int,
     outcome: str,
     launch: "Launcher",

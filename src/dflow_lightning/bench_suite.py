@@ -87,8 +87,8 @@ class Suite:
         families = [prompt.family for prompt in self.prompts]
         counts = ", ".join(f"{name} {families.count(name)}" for name in dict.fromkeys(families))
         lines = [
-            f"suite {self.name} ({self.digest}): {counts} prompts; template {self.template}, "
-            f"thinking {'on' if self.thinking else 'off'}"
+            f"suite {self.name} ({self.digest}): {counts} prompts",
+            f"template {self.template}, thinking {'on' if self.thinking else 'off'}",
         ]
         if self.left_out:
             named = ", ".join(f"{name} {count}" for name, count in self.left_out.items())

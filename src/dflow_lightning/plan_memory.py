@@ -13,7 +13,7 @@ vocabulary.
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ from dflow_lightning.attention import choose
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.loss import CHUNK_BYTES, blocks_within
-from dflow_lightning.module import TargetConfig
 from dflow_lightning.relay import Relay
 from dflow_lightning.target import FrozenTarget
 
@@ -129,11 +128,14 @@ class Plan:
 
     def memory(self) -> dict[str, int]:
         """Bytes on one GPU by part, in the order in which they come to be."""
-        target = count(self.target.model) * self.target_bytes
-        if self.shard_target:  # and what is gathered at a time: a layer, or the embedding
-            target = target // self.gpus + self.target.embedding_weight.numel() * self.target_bytes
+        target = count(self.target.model)
+        if self.shard_target:  # embedding and head stay whole; a layer runs, the next is gathered
+            layer = sum(weight.numel() for weight in self.target.layer_weights(0).values())
+            layers = layer * self.target.num_layers
+            target = target - layers + layers // self.gpus + 2 * layer
+        target *= self.target_bytes
         return {
-            "target weights" + f", 1/{self.gpus}" * self.shard_target: target,
+            "target weights" + f", layers 1/{self.gpus}" * self.shard_target: target,
             **self.trained_state(),
             "clean features, relay rows": self.features(),
             "target KV, clean and verified": self.target_cache(),
@@ -300,16 +302,13 @@ class Plan:
         together = self.rows * self.recipe.trainer.accumulate_grad_batches
         fewer = [rows for rows in range(self.rows - 1, 0, -1) if together % rows == 0]
         stronger = [s for s in SHARDINGS if s > self.sharding] if self.gpus > 1 else []
-        shards = any(f.name == "shard" for f in fields(TargetConfig)) and self.gpus > 1
         # What costs least comes last here and is therefore tried first.
         for shard, recompute, sharding, rows in itertools.product(
-            dict.fromkeys((self.shard_target, shards or self.shard_target)),
+            dict.fromkeys((self.shard_target, self.shard_target or self.gpus > 1)),
             dict.fromkeys((self.recompute, True)),
             [self.sharding, *stronger],
             [self.rows, *fewer],
         ):
-            if shard and sharding.stage != 3:
-                continue
             words = []
             if rows != self.rows:
                 words.append(
