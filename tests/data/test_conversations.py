@@ -188,6 +188,7 @@ REJECTS: dict[str, tuple[Any, str, str]] = {
     "legacy call": (convert(user("p") | {"function_call": {}} | {"refusal": "no"}),
                     "unread field", "refusal"),
     "id of a wrong type": (GOOD | {"id": 1.5}, "not text", "the id is a float"),
+    "finished": (GOOD | {"finished": "no"}, "finished", "finished is 'no'; give true or false"),
     "family": (GOOD | {"family": "a b"}, "family", "'a b'"),
     "duplicate id": (GOOD | {"id": "first"}, "duplicate id", "that of line 1"),
 }  # fmt: skip

@@ -215,7 +215,9 @@ def test_target_without_template(make_data, with_template, tmp_path):
 
 def test_row_the_template_refuses(make_data, with_template, tmp_path):
     refusing = "{% if '7' in messages[0].content %}{{ raise_exception('no seven') }}{% endif %}"
-    with_template(refusing + "{{ messages[-1].content }}").save_pretrained(tmp_path)
+    with_template(refusing + "{% for m in messages %}{{ m.content }}{% endfor %}").save_pretrained(
+        tmp_path
+    )
     with pytest.raises(InputError, match=r"line 8 of .* \(id 'row-7'\): .* \(no seven\)"):
         make_data(tokenizer=str(tmp_path)).setup("fit")
 
@@ -224,7 +226,7 @@ def test_row_whose_answer_has_no_token(make_data, with_template, tmp_path):
     odd = with_template("{% for m in messages %}{{ m.content }}{% endfor %}")
     odd.backend_tokenizer.normalizer = normalizers.Replace("five", "")
     odd.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"line 1 of .* \(id 'row-0'\) has no supervised token"):
+    with pytest.raises(InputError, match=r"line 1 of .* \(id 'row-0'\): no token is supervised"):
         make_data(tokenizer=str(tmp_path)).setup("fit")
 
 

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from dflow_lightning.__main__ import main
 from dflow_lightning.data.conversations import Conversation
-from dflow_lightning.data.inspect import anchor_candidates, show, visible
-from dflow_lightning.data.template import ChatEncoder, encode_conversation
+from dflow_lightning.data.inspect import anchor_candidates, show_conversation, visible
+from dflow_lightning.data.template import ChatEncoder
+from dflow_lightning.data.turns import written_rows
 
 ESCAPE = "\x1b"
 
@@ -37,11 +38,8 @@ def ids_in(out: str) -> tuple[list[int], list[int]]:
 
 
 def printed(tokenizer, messages, console, tools=()) -> str:
-    encoder = ChatEncoder(tokenizer)
-    segments = encoder.segments(messages)
-    encoded = encoder.encode([segments])[0]
     conversation = Conversation("x", "default", messages, tools)
-    show("row 1", conversation, segments, encoded.input_ids, encoded.loss_mask, console)
+    show_conversation("row 1", conversation, ChatEncoder(tokenizer), console=console)
     return console.file.getvalue()
 
 
@@ -52,17 +50,31 @@ def test_piped_output_has_marks_and_the_ids_of_training(inspect, write, tokenize
     messages = [system("Be brief."), user("Hi"), assistant("Hello."), user("How?"), assistant("Ok")]
     path = write(question(0), {"id": "second", "family": "chat", "messages": messages})
     status, out, err = inspect(path, "--row", 2)
-    row = encode_conversation(tokenizer, messages)
     assert (status, err) == (0, "")
-    head = [f"{len(row.input_ids)} tokens, {sum(row.loss_mask)} supervised"]
-    head += [f"{len(anchor_candidates(row.loss_mask))} anchor candidates ("]
-    assert all(line in out for line in head)
-    assert "id second, family chat" in out
-    assert "assistant\n«Hello.<|im_end|>»\n" in out
-    assert "</think>\n\n«Ok<|im_end|>»\n" in out
-    every, marked = ids_in(out)
-    assert every == row.input_ids
-    assert marked == [t for t, wanted in zip(row.input_ids, row.loss_mask, strict=True) if wanted]
+    parts = out.split("row 2 of ")[1:]
+    rows = written_rows(ChatEncoder(tokenizer), "second", messages)
+    for i, ((name, row), part) in enumerate(zip(rows, parts, strict=True), start=1):
+        ids, mask = row.tokens.input_ids, row.tokens.loss_mask
+        assert f"\nid second#{i}, family chat\n" in part
+        assert f"\n{i} of the 2 rows of this conversation\n" in part
+        assert name == f"second#{i}"
+        assert f"{len(ids)} tokens, {sum(mask)} supervised" in part
+        assert f"{len(anchor_candidates(mask))} anchor candidates (" in part
+        every, marked = ids_in(part)
+        assert every == ids
+        assert marked == [token for token, wanted in zip(ids, mask, strict=True) if wanted]
+    first, second = parts
+    assert "</think>\n\n«Hello.<|im_end|>»\n" in first
+    assert "assistant\nHello.<|im_end|>\n" in second
+    assert "</think>\n\n«Ok<|im_end|>»\n" in second
+
+
+def test_an_unfinished_answer_is_shown_without_its_end(inspect, write):
+    path = write({"prompt": "Hi", "answer": "Hello", "finished": False})
+    status, out, _ = inspect(path)
+    assert status == 0
+    assert "the last answer is cut off where its limit was reached\n" in out
+    assert "</think>\n\n«Hello»\ntoken ids\n" in out
 
 
 def test_piped_output_is_plain_and_80_columns_wide(inspect, write):
@@ -152,6 +164,8 @@ def test_what_the_template_leaves_out_is_said(tokenizer):
 
 def test_nothing_supervised_has_no_candidates(tokenizer):
     out = printed(tokenizer, [user("Hi")], Console(file=io.StringIO()))
+    assert "no answer: this is what the target is given\n" in out
+    assert "assistant\n<think>\n\n</think>\n\n" in out
     assert "0 supervised\n0 anchor candidates (none)\n" in out
 
 

@@ -12,7 +12,8 @@ from pyarrow import parquet
 from dflow_lightning.__main__ import main
 from dflow_lightning.data import generate_engine
 from dflow_lightning.data.prepared import open_prepared, read_manifest
-from dflow_lightning.data.template import encode_conversation, render_prompt
+from dflow_lightning.data.template import ChatEncoder, render_prompt
+from dflow_lightning.data.turns import written_rows
 from dflow_lightning.decode.engine import Engine
 from dflow_lightning.decode.request import Request
 from dflow_lightning.decode.state import Models
@@ -168,8 +169,26 @@ def test_kept_answers_are_those_of_training(prepare, write, tmp_path, target):
     assert [supervised(target.tokenizer, row) for row in rows] == [
         f"{text}<|im_end|>" for text in ("Hello.", "Hello.", "Fine.")
     ]
-    known = encode_conversation(target.tokenizer, [user("Hi"), assistant("Hello.")])
-    assert rows[0]["input_ids"] == known.input_ids[: len(rows[0]["input_ids"])]
+    encoder = ChatEncoder(target.tokenizer)
+    found = {row["id"]: (row["input_ids"], row["loss_mask"], row["finished"]) for row in rows}
+    for name, messages in {"a": [user("Hi"), TALK[1]], "b": TALK}.items():
+        for identity, row in written_rows(encoder, name, messages):
+            ids, mask, finished = found.pop(identity)
+            end = len(ids)  # the file's row has the template's line break after it
+            assert (ids, mask) == (row.tokens.input_ids[:end], row.tokens.loss_mask[:end])
+            assert not any(row.tokens.loss_mask[end:])
+            assert finished
+    assert not found
+
+
+def test_kept_answers_that_are_unfinished_have_no_end_token(prepare, write, tmp_path, target):
+    last = {"messages": TALK, "finished": False, "id": "b"}
+    data = write({"prompt": "Hi", "answer": "Hello.", "finished": False, "id": "a"}, last)
+    assert prepare(data, *KEEP)[0] == 0
+    rows = open_prepared(tmp_path / "out")
+    assert [(row["id"], row["finished"], supervised(target.tokenizer, row)) for row in rows] == [
+        ("a", False, "Hello."), ("b#1", True, "Hello.<|im_end|>"), ("b#2", False, "Fine.")
+    ]  # fmt: skip
 
 
 SHAPES = {

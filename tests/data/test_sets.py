@@ -22,6 +22,7 @@ from dflow_lightning.data.token_rows import (
     last_answer,
     sample_id,
 )
+from dflow_lightning.data.turns import written_rows
 from dflow_lightning.errors import InputError
 
 
@@ -111,11 +112,12 @@ def test_a_folder_trains_validates_and_gives_prompts(folder, make_data, tmp_path
 
 @pytest.mark.parametrize("kinds", ["both prepared", "train prepared", "validation prepared"])
 def test_overlap_is_found_between_all_kinds(kinds, make_data, write, tmp_path, tokenizer):
-    from dflow_lightning.data.template import encode_conversation, render_prompt
+    from dflow_lightning.data.template import ChatEncoder, render_prompt
 
     def as_row(number: int) -> PreparedRow:
         messages = [user(f"What is {number}?"), assistant("five " * number + "five")]
-        encoded = encode_conversation(tokenizer, messages)
+        ((_, row),) = written_rows(ChatEncoder(tokenizer), str(number), messages)
+        encoded = row.tokens
         prompt = render_prompt(tokenizer, messages[:1])
         assert encoded.input_ids[: len(prompt)] == prompt
         return PreparedRow(
@@ -340,7 +342,7 @@ def test_mixed_sets_train_and_resume(make_data, write, folder, tmp_path):
 
 def test_chained_rows_are_read_from_their_own_source():
     one, two = (
-        TokenRows(np.arange(6) + b, np.ones(6, bool), np.array([0, 2, 6]), np.array([b, b + 1]))
+        TokenRows(np.arange(6) + b, np.ones(6, bool), np.array([0, 2, 6]), [f"{b}", f"{b}+"])
         for b in (0, 50)
     )
     rows = ChainedRows([one, two])
@@ -348,6 +350,8 @@ def test_chained_rows_are_read_from_their_own_source():
         [0, 1], [2, 3, 4, 5], [50, 51], [52, 53, 54, 55]
     ]  # fmt: skip
     assert rows.lengths.tolist() == [2, 4, 2, 4]
+    assert [rows.id(r) for r in range(4)] == ["0", "0+", "50", "50+"]
+    assert rows.sample_ids.tolist() == [sample_id(rows.id(r)) for r in range(4)]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from conversations import assistant, system, user
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflow_lightning.data.template import ChatEncoder, encode_conversation, render_prompt
+from dflow_lightning.data.template import ChatEncoder, EncodedRow, render_prompt
 from dflow_lightning.errors import InputError
 
 REASONED = "<think>\nTwo plus three.\n</think>\n\nFive."
@@ -37,6 +37,12 @@ GOLDEN = {
 }
 
 
+def encode_conversation(tokenizer, messages, **options) -> EncodedRow:
+    """A whole conversation, with every answer where it stands."""
+    encoder = ChatEncoder(tokenizer, **options)
+    return encoder.encode([encoder.segments(messages)])[0]
+
+
 def supervised(tokenizer, row) -> list[str]:
     """The decoded text of each supervised stretch."""
     texts: list[list[int]] = []
@@ -65,14 +71,6 @@ def test_whole_text_is_the_rendered_one(tokenizer, name):
     assert tokenizer.decode(encode_conversation(tokenizer, messages).input_ids) == rendered
 
 
-def test_last_turn_only(tokenizer):
-    messages, _ = GOLDEN["multi-turn"]
-    row = encode_conversation(tokenizer, messages, supervise="last_turn")
-    assert supervised(tokenizer, row) == ["Fine.<|im_end|>"]
-    everything = encode_conversation(tokenizer, messages)
-    assert row.input_ids == everything.input_ids
-
-
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name != "think"])
 def test_row_begins_with_the_prompt_of_decoding(tokenizer, name):
     messages, _ = GOLDEN[name]
@@ -90,6 +88,19 @@ def test_row_with_reasoning_begins_with_the_thinking_prompt(tokenizer):
     row = encode_conversation(tokenizer, messages, enable_thinking=True)
     assert row.input_ids[: len(prompt)] == prompt
     assert tokenizer.decode(prompt).endswith("assistant\n")
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_an_unfinished_answer_lacks_its_end_token_alone(tokenizer, name):
+    messages, expected = GOLDEN[name]
+    encoder = ChatEncoder(tokenizer)
+    whole, cut = encoder.segments(messages), encoder.segments(messages, finished=False)
+    assert cut[:-2] == whole[:-2]
+    assert cut[-2].text + "<|im_end|>" == whole[-2].text
+    assert cut[-1].text == "<|im_end|>" + whole[-1].text
+    texts = supervised(tokenizer, encoder.encode([cut])[0])
+    wanted = [*expected[:-1], expected[-1].removesuffix("<|im_end|>")]
+    assert texts == [text for text in wanted if text]
 
 
 def test_prompt_and_answer_share_no_token(tokenizer):

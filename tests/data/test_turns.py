@@ -9,8 +9,8 @@ from conversations import assistant, system, user
 from qwen3_cases import ADD, CALL, CASES, REASONED, rows_of
 
 from dflow_lightning.data.inspect import anchor_candidates
-from dflow_lightning.data.template import ChatEncoder, encode_conversation
-from dflow_lightning.data.turns import Answer, num_anchors, training_rows
+from dflow_lightning.data.template import ChatEncoder
+from dflow_lightning.data.turns import Answer, num_anchors, training_rows, written_rows
 from dflow_lightning.errors import InputError
 
 HERE = Path(__file__).parent
@@ -86,7 +86,8 @@ def test_every_row_begins_with_what_the_target_reads(qwen3_like):
 
 def test_answers_that_stay_as_written_share_one_row(merging):
     (row,) = training_rows(ChatEncoder(merging), TALK)
-    whole = encode_conversation(merging, TALK)
+    encoder = ChatEncoder(merging)
+    whole = encoder.encode([encoder.segments(TALK)])[0]
     length = len(row.tokens.input_ids)
     assert row.tokens.input_ids == whole.input_ids[:length]
     assert row.tokens.loss_mask == whole.loss_mask[:length]
@@ -154,6 +155,39 @@ def test_reasoning_that_never_ends_is_no_answer(qwen3_like):
     assert not any(row.tokens.loss_mask)
     (row,) = training_rows(encoder, messages, answers=answers)
     assert supervised(qwen3_like, row) == text
+
+
+def test_unfinished_texts_give_the_rows_of_their_tokens(qwen3_like):
+    """Also within reasoning, which Qwen3's template would put behind an empty think block."""
+    for thinking, text in ((False, "Hello there"), (True, REASONED), (True, "<think>\nTwo and")):
+        encoder = ChatEncoder(qwen3_like, enable_thinking=thinking)
+        messages = [*TALK[:3], assistant(text)]
+        ids = qwen3_like.encode(text, add_special_tokens=False)
+        for supervise_thinking in (True, False):
+            options = {"finished": False, "supervise_thinking": supervise_thinking}
+            wanted = training_rows(encoder, messages, answers={3: Answer(ids, False)}, **options)
+            assert [row.finished for row in wanted] == [True, False]
+            assert training_rows(encoder, messages, **options) == wanted
+
+
+def test_rows_of_a_file_go_on_to_the_end_of_the_template(qwen3_like, merging):
+    for tokenizer in (qwen3_like, merging):
+        encoder = ChatEncoder(tokenizer)
+        ((name, row),) = written_rows(encoder, "a", TALK[:2])
+        (whole,) = encoder.encode([encoder.segments(TALK[:2])])
+        assert (name, row.tokens) == ("a", whole)
+        assert tokenizer.decode(row.tokens.input_ids).endswith("Hello.<|im_end|>\n")
+    assert [name for name, _ in written_rows(ChatEncoder(merging), "a", TALK)] == ["a"]
+    assert [name for name, _ in written_rows(ChatEncoder(qwen3_like), "a", TALK)] == ["a#1", "a#2"]
+
+
+def test_answers_too_short_for_an_anchor_have_no_row_beside_others(qwen3_like):
+    encoder = ChatEncoder(qwen3_like)
+    empty = [user("Say nothing."), assistant("")]
+    ((name, row),) = written_rows(encoder, "a", [*empty, *TALK[:2]])
+    assert (name, supervised(qwen3_like, row)) == ("a", "Hello.<|im_end|>")
+    ((name, row),) = written_rows(encoder, "a", empty)
+    assert (name, supervised(qwen3_like, row)) == ("a", "<|im_end|>")
 
 
 def test_tools_reach_the_prompt_and_spelled_specials_stay_text(qwen3_like):

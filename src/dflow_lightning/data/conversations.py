@@ -5,8 +5,9 @@
     {"instruction": "Add.", "input": "2, 3", "output": "5"}       Alpaca
     {"prompt": "Hi", "answer": "Hello."}                          plain; the answer may be missing
 
-Each becomes one `Conversation`. A row may also have `id`, `family`, `system` and `tools`; other
-keys are notes and are not read. Files are streamed, so memory does not grow with them.
+Each becomes one `Conversation`. A row may also have `id`, `family`, `system`, `tools`, and
+`"finished": false` where the last answer reached its limit instead of its end; other keys are notes
+and are not read. Files are streamed, so memory does not grow with them.
 
 A row that does not fit is a reject with a reason, never left out in silence. A file that cannot be
 read at all, or not to its end, is an `InputError`.

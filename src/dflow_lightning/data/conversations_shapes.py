@@ -41,13 +41,15 @@ class Conversation:
     A message has `role` (system, user, assistant, tool) and `content`, an assistant's also
     `reasoning_content` and `tool_calls` where given, a tool's also `name` and `tool_call_id`. After
     an optional system message user and assistant take turns; the last message may be any but the
-    system's. `tools` are the definitions of the functions that the assistant could call.
+    system's. `tools` are the definitions of the functions that the assistant could call; `finished`
+    is whether the last answer ended by itself.
     """
 
     id: str
     family: str
     messages: list[dict[str, Any]]
     tools: tuple[Any, ...] = ()
+    finished: bool = True
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,12 @@ def to_conversation(record: dict[str, Any], fallback_id: str) -> Conversation:
     tools = record.get("tools") or []
     if not isinstance(tools, list):
         raise RejectedError("tools", f"tools is a {type(tools).__name__}; give a list")
-    return Conversation(identity or fallback_id, family or "default", messages, tuple(tools))
+    finished = record.get("finished")
+    if finished is not None and not isinstance(finished, bool):
+        detail = f"finished is {short(finished)}; give true or false"
+        raise RejectedError("finished", detail)
+    name = identity or fallback_id
+    return Conversation(name, family or "default", messages, tuple(tools), finished is not False)
 
 
 def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:

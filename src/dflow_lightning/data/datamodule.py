@@ -12,22 +12,21 @@ from transformers import AutoTokenizer
 from dflow_lightning.data.batches import HeldOutLoader, TrainLoader
 from dflow_lightning.data.prompts import Prompt, first_per_family, make_prompts, prepared_prompts
 from dflow_lightning.data.rows import Row
-from dflow_lightning.data.sets import check_disjoint, check_manifest, read_set
+from dflow_lightning.data.sets import check_disjoint, check_manifest, encode_rows, read_set
 from dflow_lightning.data.tasks import TaskName, task_prompts
-from dflow_lightning.data.template import ChatEncoder, EncodedRow
+from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.token_rows import (
     Batch,
     ChainedRows,
     PreparedRows,
     RowSource,
     TokenRows,
-    sample_id,
 )
+from dflow_lightning.data.turns import Supervise
 from dflow_lightning.errors import InputError
 
 __all__ = ["Batch", "ChatDataModule", "Prompt", "Split"]
 
-ROWS_AT_ONCE = 1024  # rendered and tokenized together
 Split = Literal["train", "validation", "test"]
 
 
@@ -36,7 +35,8 @@ class ChatDataModule(LightningDataModule):
 
     A folder is what `dflow-train prepare` writes; its rows stay on disk. A row of a file is
     `{"id", "family", "prompt", "answer"}` or `{"id", "family", "messages"}`, or one of the shapes
-    that prepare reads; files are tokenized at the start and held in memory.
+    that prepare reads; files are tokenized at the start and held in memory. A conversation of a
+    file gives the rows that prepare would make of it with `--keep_answers`.
 
     Args:
         train: folder or file to train on, or several; the answers should be the target's own.
@@ -74,7 +74,7 @@ class ChatDataModule(LightningDataModule):
         pack: bool = False,
         num_workers: int = 0,
         enable_thinking: bool = False,
-        supervise: Literal["all_turns", "last_turn"] = "all_turns",
+        supervise: Supervise = "all_turns",
         seed: int = 0,
         limit_validation: int | None = None,
         limit_test: int | None = None,
@@ -116,7 +116,7 @@ class ChatDataModule(LightningDataModule):
         self.pack = pack
         self.num_workers = num_workers
         self.enable_thinking = enable_thinking
-        self.supervise: Literal["all_turns", "last_turn"] = supervise
+        self.supervise: Supervise = supervise
         self.seed = seed
         self.validation_tasks, self.validation_suite_dir = validation_tasks, validation_suite_dir
         self._encoder: ChatEncoder | None = None
@@ -187,12 +187,9 @@ class ChatDataModule(LightningDataModule):
     def row_names(self, sample_ids: Sequence[int]) -> list[str]:
         """The ids of training rows, or the numbers that stand for them where none has it."""
         names: dict[int, str] = {}
-        for rows in self._read("train"):
-            if isinstance(rows, PreparedRows):
-                (found,) = np.nonzero(np.isin(rows.sample_ids, list(sample_ids)))
-                names |= {int(rows.sample_ids[row]): rows.id(int(row)) for row in found}
-            else:
-                names |= {sample_id(row.id): row.id for row in rows}
+        for rows in self._sources("train"):
+            (found,) = np.nonzero(np.isin(rows.sample_ids, list(sample_ids)))
+            names |= {int(rows.sample_ids[row]): rows.id(int(row)) for row in found}
         return [names.get(number, str(number)) for number in sample_ids]
 
     @property
@@ -235,9 +232,9 @@ class ChatDataModule(LightningDataModule):
             self._check_lengths(rows, lambda row: f"data.{split}: row {row + 1} of {folder}")
             return rows if limit is None else rows.in_memory(self._first(rows, split, limit))
         rows = rows if limit is None else first_per_family(rows, limit)
-        encoded = encode_rows(self._chat_encoder(), rows)
-        tokens = TokenRows.pack(encoded, [row.id for row in rows])
-        self._check_lengths(tokens, lambda row: rows[row].where)
+        encoded = encode_rows(self._chat_encoder(), rows, self.supervise)
+        tokens = TokenRows.pack([row.tokens for row in encoded], (row.id for row in encoded))
+        self._check_lengths(tokens, lambda row: encoded[row].where)
         return tokens
 
     def _chat_encoder(self) -> ChatEncoder:
@@ -245,7 +242,6 @@ class ChatDataModule(LightningDataModule):
             self._encoder = ChatEncoder(
                 load_tokenizer(self.tokenizer_path),
                 enable_thinking=self.enable_thinking,
-                supervise=self.supervise,
             )
         return self._encoder
 
@@ -281,27 +277,6 @@ def check_sets(paths: list[Path], weights: list[float] | None) -> None:
         )
     if not all(0 < weight < float("inf") for weight in weights):
         raise InputError(f"data.train_weights are {weights}; give positive numbers")
-
-
-def encode_rows(encoder: ChatEncoder, rows: Sequence[Row]) -> list[EncodedRow]:
-    """Token ids and loss masks of many rows.
-
-    Raises:
-        InputError: the template refuses a row, or leaves it without a supervised token.
-    """
-    encoded: list[EncodedRow] = []
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        segments = []
-        for row in rows[start : start + ROWS_AT_ONCE]:
-            try:
-                segments.append(encoder.segments(row.messages))
-            except InputError as error:
-                raise InputError(f"{row.where}: {error}; mend the row or drop it") from error
-        encoded += encoder.encode(segments)
-    for row, tokens in zip(rows, encoded, strict=True):
-        if not any(tokens.loss_mask):
-            raise InputError(f"{row.where} has no supervised token; give it an answer or drop it")
-    return encoded
 
 
 def load_tokenizer(path: str) -> Any:

@@ -1,7 +1,7 @@
 """`dflow-train inspect`: what the drafter would learn from one row."""
 
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from dflow_lightning.blocks import draw_anchors
 from dflow_lightning.data.conversations import Conversation, Reject, parse_conversations
 from dflow_lightning.data.prepare_target import load_tokenizer, tokenizer_sha256
 from dflow_lightning.data.prepared import is_prepared, open_prepared, read_manifest
-from dflow_lightning.data.template import ChatEncoder, Segment, Supervise
+from dflow_lightning.data.template import ChatEncoder, EncodedRow
+from dflow_lightning.data.turns import Supervise, written_rows
 from dflow_lightning.errors import InputError
 
 PLAIN_WIDTH = 80
@@ -29,9 +30,10 @@ def inspect_command(
     thinking: bool = False,
     supervise: Supervise = "all_turns",
 ) -> None:
-    """Show one row as the target's chat template renders it, and which tokens are learned from.
+    """Show a row as the target's chat template renders it, and which tokens are learned from.
 
-    Supervised tokens are coloured on a terminal and stand between «marks» elsewhere.
+    A conversation of a file is shown as the rows that training makes of it. Supervised tokens are
+    coloured on a terminal and stand between «marks» elsewhere.
 
     Args:
         data: folder that dflow-train prepare wrote, or JSONL, JSON or Parquet file of rows.
@@ -49,13 +51,45 @@ def inspect_command(
     if target is None:
         raise InputError("target is missing: give --target")
     tokenizer = load_tokenizer(target)
-    encoder = ChatEncoder(tokenizer, enable_thinking=thinking, supervise=supervise)
+    encoder = ChatEncoder(tokenizer, enable_thinking=thinking)
     try:
-        segments = encoder.segments(conversation.messages, conversation.tools)
-        encoded = encoder.encode([segments])[0]
+        show_conversation(f"row {row} of {data}", conversation, encoder, supervise)
     except InputError as error:
         raise InputError(f"row: line {row} of {data}: {error}") from error
-    show(f"row {row} of {data}", conversation, segments, encoded.input_ids, encoded.loss_mask)
+
+
+def show_conversation(
+    title: str,
+    conversation: Conversation,
+    encoder: ChatEncoder,
+    supervise: Supervise = "all_turns",
+    console: Console | None = None,
+) -> None:
+    """Print every row that training makes of a conversation; without an answer, its prompt.
+
+    Raises:
+        InputError: the template does not fit the conversation.
+    """
+    rows = [
+        (name, one.tokens, _ending(one.finished))
+        for name, one in written_rows(
+            encoder,
+            conversation.id,
+            conversation.messages,
+            conversation.tools,
+            finished=conversation.finished,
+            supervise=supervise,
+        )
+    ]
+    if not rows:
+        ids = encoder.prompt(conversation.messages, conversation.tools)
+        prompt = EncodedRow(ids, [False] * len(ids))
+        rows = [(conversation.id, prompt, "no answer: this is what the target is given")]
+    text = "".join(encoder.tokenizer.decode(tokens.input_ids) for _, tokens, _ in rows)
+    for i, (name, tokens, note) in enumerate(rows, start=1):
+        place = [f"{i} of the {len(rows)} rows of this conversation"] if len(rows) > 1 else []
+        notes = [note, *place, *_left_out(conversation, text)]
+        show(title, name, conversation.family, notes, encoder.tokenizer, tokens, console)
 
 
 def _show_prepared(folder: Path, target: str | None, row: int) -> None:
@@ -70,24 +104,24 @@ def _show_prepared(folder: Path, target: str | None, row: int) -> None:
             f"({manifest['target']['name']}); give that target"
         )
     found = rows[row - 1]
-    ids, mask = found["input_ids"], found["loss_mask"]
-    ending = "finished" if found["finished"] else "cut off where its limit was reached"
-    notes = [f"the last answer is {ending}"]
-    title = f"row {row} of {folder}"
-    _print(title, found["id"], found["family"], notes, _decoded(tokenizer, ids, mask), ids, mask)
+    tokens = EncodedRow(found["input_ids"], found["loss_mask"])
+    notes = [_ending(found["finished"])]
+    show(f"row {row} of {folder}", found["id"], found["family"], notes, tokenizer, tokens)
 
 
-def _decoded(
-    tokenizer: Any, ids: Sequence[int], mask: Sequence[bool]
-) -> Iterator[tuple[str, bool]]:
+def _ending(finished: bool) -> str:
+    return f"the last answer is {'finished' if finished else 'cut off where its limit was reached'}"
+
+
+def _stretches(tokenizer: Any, tokens: EncodedRow) -> Iterator[tuple[str, bool]]:
     """The text of each stretch, which is what the whole text gains by it.
 
     Some tokenizers drop the space that a text begins with, which must not happen in its middle.
     """
     position, before = 0, ""
-    for supervised, members in groupby(mask):
+    for supervised, members in groupby(tokens.loss_mask):
         position += len(list(members))
-        after = tokenizer.decode(ids[:position], skip_special_tokens=False)
+        after = tokenizer.decode(tokens.input_ids[:position], skip_special_tokens=False)
         yield after[len(before) :], supervised
         before = after
 
@@ -127,29 +161,15 @@ def anchor_candidates(loss_mask: Sequence[bool]) -> list[int]:
 
 def show(
     title: str,
-    conversation: Conversation,
-    segments: Sequence[Segment],
-    input_ids: Sequence[int],
-    loss_mask: Sequence[bool],
-    console: Console | None = None,
-) -> None:
-    """Print the counts, the rendered text and the token ids."""
-    notes = list(_left_out(conversation, segments))
-    name, family = conversation.id, conversation.family
-    _print(title, name, family, notes, _stretches(segments), input_ids, loss_mask, console)
-
-
-def _print(
-    title: str,
     name: str,
     family: str,
     notes: Sequence[str],
-    stretches: Iterable[tuple[str, bool]],
-    input_ids: Sequence[int],
-    loss_mask: Sequence[bool],
+    tokenizer: Any,
+    tokens: EncodedRow,
     console: Console | None = None,
 ) -> None:
-    """Print the counts, stretches of text that are supervised or not, and the token ids."""
+    """Print the counts of a row, its text with what is supervised, and the token ids."""
+    input_ids, loss_mask = tokens.input_ids, tokens.loss_mask
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=PLAIN_WIDTH, no_color=True, color_system=None)
@@ -173,7 +193,7 @@ def _print(
     for line in lines:
         put((line, False))
     put(("", False))
-    put(*stretches)
+    put(*_stretches(tokenizer, tokens))
     put(("token ids", False))
     runs = groupby(zip(loss_mask, input_ids, strict=True), key=lambda pair: pair[0])
     parts: list[tuple[str, bool]] = []
@@ -193,19 +213,8 @@ def visible(text: str) -> str:
     )
 
 
-def _stretches(segments: Sequence[Segment]) -> Iterator[tuple[str, bool]]:
-    """Text as it is tokenized: special tokens that someone spelled out are back in their place."""
-    for segment in segments:
-        text = segment.text
-        for stand_in, spelled in segment.hidden.items():
-            text = text.replace(stand_in, spelled)
-        if text:
-            yield text, segment.supervised
-
-
-def _left_out(conversation: Conversation, segments: Sequence[Segment]) -> Iterator[str]:
-    """What of the row is not in the text."""
-    text = "".join(segment.text for segment in segments)
+def _left_out(conversation: Conversation, text: str) -> Iterator[str]:
+    """What of the conversation is not in the text of its rows."""
     if any(not _is_in(tool, text) for tool in conversation.tools):
         yield "not rendered: the definitions of the row's tools"
     calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]

@@ -23,7 +23,8 @@ from dflow_lightning.data.prepare_target import (
 )
 from dflow_lightning.data.prepare_verify import report_on_policy
 from dflow_lightning.data.prepared import is_prepared, read_manifest
-from dflow_lightning.data.template import ChatEncoder, Supervise
+from dflow_lightning.data.template import ChatEncoder
+from dflow_lightning.data.turns import Supervise
 from dflow_lightning.errors import InputError
 from dflow_lightning.target import FrozenTarget
 

@@ -13,8 +13,16 @@ from dflow_lightning.data.prepare_journal import Journal
 from dflow_lightning.data.prepare_progress import PrepareProgress
 from dflow_lightning.data.prepare_source import Source, conversations, prompt_hash
 from dflow_lightning.data.prepared import PreparedRow, PreparedWriter
-from dflow_lightning.data.template import ASSISTANT_TOKENS, ChatEncoder, Message, Supervise
-from dflow_lightning.data.turns import Answer, TurnRow, num_anchors, training_rows
+from dflow_lightning.data.template import ASSISTANT_TOKENS, ChatEncoder, Message
+from dflow_lightning.data.turns import (
+    Answer,
+    Supervise,
+    TurnRow,
+    named,
+    num_anchors,
+    training_rows,
+    with_anchors,
+)
 from dflow_lightning.errors import InputError
 
 TooLong = Literal["truncate", "reject"]
@@ -91,13 +99,13 @@ class RowMaker:
         for one in turns:
             if problem := self._problem(one.tokens.input_ids, one.tokens.loss_mask):
                 return Reject("token in an answer", problem)
-        with_anchors = [one for one in turns if num_anchors(one.tokens.loss_mask)]
-        if not with_anchors:
+        learned = with_anchors(turns)
+        if not learned:
             return Reject("no anchor", "its answers have no two supervised tokens in a row")
-        self.counts["without_anchors"] += len(turns) - len(with_anchors)
+        self.counts["without_anchors"] += len(turns) - len(learned)
         self.counts["cut"] += too_long or bool(cut)
         self.counts["from_text"] += any(one.from_text for one in answers.values())
-        return self._prepared(conversation, with_anchors, sample)
+        return self._prepared(conversation, learned, sample)
 
     def _turns(
         self, conversation: Conversation, messages: Sequence[Message], answers: dict[int, Answer]
@@ -107,6 +115,7 @@ class RowMaker:
             messages,
             conversation.tools,
             answers=answers,
+            finished=conversation.finished,
             supervise=self.options.supervise,
             supervise_thinking=self.options.supervise_thinking,
             max_length=self.options.max_length,
@@ -129,14 +138,13 @@ class RowMaker:
         self, conversation: Conversation, turns: list[TurnRow], sample: str
     ) -> Iterator[PreparedRow]:
         said = prompt_hash(conversation)
-        for one in turns:
+        for name, one in named(f"{conversation.id}{sample}", turns):
             ids, mask = one.tokens.input_ids, one.tokens.loss_mask
             self.counts["rows"] += 1
             self.counts["tokens"] += len(ids)
             self.counts["supervised_tokens"] += sum(mask)
             self.counts["anchors"] += num_anchors(mask)
             self.counts["unfinished"] += not one.finished
-            name = f"{conversation.id}{sample}" + (f"#{one.turn}" if len(turns) > 1 else "")
             yield PreparedRow(name, conversation.family, ids, mask, one.finished, said)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from dflow_lightning.data.rows import Row, read_rows
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.token_rows import PreparedRows, last_answer
+from dflow_lightning.data.turns import training_rows
 from dflow_lightning.errors import InputError
 
 
@@ -19,7 +20,7 @@ from dflow_lightning.errors import InputError
 class Prompt:
     """A conversation that waits for its answer; `reference_ids` is the file's, end token included.
 
-    Without an answer in the file `reference_ids` is empty.
+    Without an answer in the file `reference_ids` is empty; one that is unfinished has no end token.
     """
 
     id: str
@@ -64,10 +65,21 @@ def make_prompts(encoder: ChatEncoder, rows: Iterable[Row]) -> list[Prompt]:
     for row in rows:
         try:
             token_ids = encoder.prompt(row.prompt)
-            answers = [encoder.segments(row.messages)[-2:-1]] if row.is_answered else []
+            answered = [
+                one.tokens
+                for one in training_rows(
+                    encoder, row.messages, finished=row.finished, supervise="last_turn"
+                )
+                if row.is_answered
+            ]
         except InputError as error:
             raise InputError(f"{row.where}: {error}") from error
-        reference_ids = [token for one in encoder.encode(answers) for token in one.input_ids]
+        reference_ids = [
+            token
+            for one in answered
+            for token, supervised in zip(one.input_ids, one.loss_mask, strict=True)
+            if supervised
+        ]
         prompts.append(Prompt(row.id, row.family, token_ids, reference_ids))
     return prompts
 

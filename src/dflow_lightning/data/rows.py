@@ -1,7 +1,8 @@
 """Conversations in JSONL files, checked line by line.
 
 A row is `{"prompt": ..., "answer": ...}` or `{"messages": [{"role": ..., "content": ...}, ...]}`,
-with an optional `id` and `family`; other keys are notes and are not read.
+with an optional `id` and `family`; `"finished": false` says that the last answer reached its limit
+instead of its end. Other keys are notes and are not read.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Row:
     family: str
     messages: list[dict[str, str]]
     where: str
+    finished: bool = True
 
     @property
     def is_answered(self) -> bool:
@@ -127,9 +129,12 @@ def _parse(line: str, where: str, need_answer: bool) -> Row:
             f"{where} has the family {family!r}; use letters, digits and _ . - only, "
             "because it becomes part of metric names"
         )
+    finished = record.get("finished")
+    if finished is not None and not isinstance(finished, bool):
+        raise InputError(f"{where} has the finished {finished!r}; give true or false")
     if record.get("id") is None:
         identity = _content_id(messages)
-    return Row(identity, family, messages, where)
+    return Row(identity, family, messages, where, finished is not False)
 
 
 def _messages(record: dict[str, Any], where: str, need_answer: bool) -> list[dict[str, str]]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +15,9 @@ from dflow_lightning.data.conversations import parse_conversations
 from dflow_lightning.data.conversations_shapes import Conversation
 from dflow_lightning.data.prepared import MANIFEST, count_shared, is_prepared, read_manifest
 from dflow_lightning.data.rows import Row, read_rows
-from dflow_lightning.data.template import ChatEncoder
+from dflow_lightning.data.template import ChatEncoder, EncodedRow
 from dflow_lightning.data.token_rows import PreparedRows, last_answer
+from dflow_lightning.data.turns import Supervise, written_rows
 from dflow_lightning.errors import InputError
 
 FOREIGN_KEYS = {"conversations", "instruction", "completion", "response", "output"}
@@ -44,6 +46,32 @@ def read_set(path: Path, field: str) -> list[Row] | PreparedRows:
     if path.suffix in (".json", ".parquet") or _is_foreign(path):
         return _conversation_rows(path, field)
     return read_rows(path, field=field)
+
+
+class FileRow(NamedTuple):
+    """A row of tokens from a file; `where` names the conversation that it comes from."""
+
+    id: str
+    where: str
+    tokens: EncodedRow
+
+
+def encode_rows(encoder: ChatEncoder, rows: Sequence[Row], supervise: Supervise) -> list[FileRow]:
+    """Token ids and loss masks of conversations: a row of each, or one for each answer.
+
+    Raises:
+        InputError: the template refuses a conversation, or leaves it without a supervised token.
+    """
+    encoded = []
+    for row in rows:
+        try:
+            found = written_rows(
+                encoder, row.id, row.messages, finished=row.finished, supervise=supervise
+            )
+        except InputError as error:
+            raise InputError(f"{row.where}: {error}; mend the row or drop it") from error
+        encoded += [FileRow(name, row.where, one.tokens) for name, one in found]
+    return encoded
 
 
 def check_manifest(rows: PreparedRows, encoder: ChatEncoder, field: str) -> None:
@@ -113,7 +141,8 @@ def _conversation_rows(path: Path, field: str) -> list[Row]:
             )
         if found.tools:
             raise InputError(f"{where} has tools; let dflow-train prepare render them")
-        row = Row(found.id, found.family, found.messages, f"{where} (id {found.id!r})")
+        name = f"{where} (id {found.id!r})"
+        row = Row(found.id, found.family, found.messages, name, found.finished)
         if not row.is_answered:
             raise InputError(
                 f"{where} does not end with an answer; let dflow-train prepare have the target "

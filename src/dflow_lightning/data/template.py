@@ -18,14 +18,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import TemplateError
 
 from dflow_lightning.errors import InputError
 
 Message = Mapping[str, Any]
-Supervise = Literal["all_turns", "last_turn"]
 
 # Special tokens that an assistant writes itself; in anyone else's text they are plain text.
 ASSISTANT_TOKENS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
@@ -65,21 +64,6 @@ def render_prompt(
     return ChatEncoder(tokenizer, enable_thinking=enable_thinking).prompt(messages, tools)
 
 
-def encode_conversation(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    *,
-    enable_thinking: bool = False,
-    supervise: Supervise = "all_turns",
-) -> EncodedRow:
-    """Token ids and loss mask of a whole conversation.
-
-    A row whose answer the target could have written begins with exactly the ids of `render_prompt`.
-    """
-    encoder = ChatEncoder(tokenizer, enable_thinking=enable_thinking, supervise=supervise)
-    return encoder.encode([encoder.segments(messages)])[0]
-
-
 class ChatEncoder:
     """The chat template of one tokenizer with its settings; make one and encode many rows.
 
@@ -87,9 +71,7 @@ class ChatEncoder:
         InputError: the tokenizer has no chat template.
     """
 
-    def __init__(
-        self, tokenizer: Any, *, enable_thinking: bool = False, supervise: Supervise = "all_turns"
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, enable_thinking: bool = False) -> None:
         if not getattr(tokenizer, "chat_template", None):
             name = getattr(tokenizer, "name_or_path", "") or "given"
             raise InputError(
@@ -98,7 +80,6 @@ class ChatEncoder:
             )
         self.tokenizer = tokenizer
         self.enable_thinking = enable_thinking
-        self.supervise = supervise
         added = tokenizer.added_tokens_decoder
         special = (token.content for token in added.values() if token.special)
         # The longest first: one spelling may contain another.
@@ -115,13 +96,19 @@ class ChatEncoder:
         return row.input_ids
 
     def segments(
-        self, messages: Sequence[Message], tools: Sequence[Any] = (), *, answer_next: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        *,
+        answer_next: bool = False,
+        finished: bool = True,
     ) -> list[Segment]:
-        """Render a conversation and cut it where a supervised stretch begins or ends.
+        """Render a conversation and cut it where an answer begins or ends.
 
         Args:
             tools: definitions of the functions that the assistant could call.
             answer_next: end with the header of an answer instead of a message.
+            finished: whether the last answer ended by itself; else its end token is none of it.
 
         Raises:
             InputError: the template refuses the conversation or rewrites the assistant's text.
@@ -132,10 +119,10 @@ class ChatEncoder:
         found: list[Segment] = []
         position = 0
         for turn in turns:
-            start, end = self._answer_span(messages, tools, turn, text, answer_next)
-            supervised = self.supervise == "all_turns" or turn == turns[-1]
+            ended = finished or turn != turns[-1]
+            start, end = self._answer_span(messages, tools, turn, text, answer_next, ended)
             found.append(Segment(text[position:start], False, hidden))
-            found.append(Segment(text[start:end], supervised, hidden))
+            found.append(Segment(text[start:end], True, hidden))
             position = end
         found.append(Segment(text[position:], False, hidden))
         return found
@@ -180,8 +167,9 @@ class ChatEncoder:
         turn: int,
         text: str,
         answer_next: bool,
+        ended: bool,
     ) -> tuple[int, int]:
-        """Where the answer of message `turn` stands in `text`, its end token included."""
+        """Where the answer of message `turn` stands in `text`, with its end token if it `ended`."""
         mark = _unused_characters(messages, 1)[0]
         marked = [*messages]
         marked[turn] = _marked(messages[turn], mark)
@@ -196,6 +184,8 @@ class ChatEncoder:
             raise InputError(
                 "the chat template mixes the answer with its own text; use another one"
             )
+        if not ended:
+            return start, end
         # The turn on its own shows how it ends, and that the end is not the next turn's beginning.
         last = turn == len(messages) - 1 and not answer_next
         closing = after

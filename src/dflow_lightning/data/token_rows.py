@@ -65,15 +65,18 @@ class RowSource(Protocol):
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]: ...
 
+    def id(self, row: int) -> str: ...
+
 
 class TokenRows:
     """Rows in memory, end to end; row r is `tokens[offsets[r] : offsets[r + 1]]`."""
 
     def __init__(
-        self, tokens: np.ndarray, loss_mask: np.ndarray, offsets: np.ndarray, sample_ids: np.ndarray
+        self, tokens: np.ndarray, loss_mask: np.ndarray, offsets: np.ndarray, ids: Iterable[str]
     ) -> None:
         self.tokens, self.loss_mask, self.offsets = tokens, loss_mask, offsets
-        self.sample_ids = sample_ids
+        self.ids = list(ids)
+        self.sample_ids = sample_ids(self.ids)
         self.lengths = np.diff(offsets)
 
     @classmethod
@@ -86,7 +89,7 @@ class TokenRows:
             np.fromiter(flat(row.input_ids for row in rows), np.int32, total),
             np.fromiter(flat(row.loss_mask for row in rows), np.bool_, total),
             np.cumsum([0, *lengths]),
-            sample_ids(ids),
+            ids,
         )
 
     def __len__(self) -> int:
@@ -96,6 +99,10 @@ class TokenRows:
         """Ids and loss mask of a row; views."""
         span = slice(*self.offsets[row : row + 2])
         return self.tokens[span], self.loss_mask[span]
+
+    def id(self, row: int) -> str:
+        """What a row is called."""
+        return self.ids[row]
 
 
 class RowName(NamedTuple):
@@ -142,7 +149,8 @@ class PreparedRows:
         parts = [self.read(number) for number in numbers]
         tokens, loss_mask = (np.concatenate(column) for column in zip(*parts, strict=True))
         offsets = np.cumsum([0, *(len(part) for part, _ in parts)])
-        return TokenRows(tokens, loss_mask, offsets, self.sample_ids[list(numbers)])
+        names = self.names()
+        return TokenRows(tokens, loss_mask, offsets, (names[number].id for number in numbers))
 
     def _open(self) -> tuple[_ListColumn, _ListColumn]:
         if self._columns is None:
@@ -186,8 +194,18 @@ class ChainedRows:
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and loss mask of a row."""
+        source, number = self._at(row)
+        return source.read(number)
+
+    def id(self, row: int) -> str:
+        """What a row is called."""
+        source, number = self._at(row)
+        return source.id(number)
+
+    def _at(self, row: int) -> tuple[RowSource, int]:
+        """The source that a row stands in, and its number there."""
         number = int(np.searchsorted(self._first, row, side="right")) - 1
-        return self._sources[number].read(int(row - self._first[number]))
+        return self._sources[number], int(row - self._first[number])
 
 
 class Batches(Dataset[Batch]):

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from dflow_lightning.data.template import ChatEncoder, EncodedRow, Message, Supervise
+from dflow_lightning.data.template import ChatEncoder, EncodedRow, Message
 from dflow_lightning.errors import InputError
 
+Supervise = Literal["all_turns", "last_turn"]
 THINKING = ("<think>", "</think>")
 
 
@@ -37,11 +38,16 @@ class Answer:
 
 
 class TurnRow(NamedTuple):
-    """A row for training; `turn` counts the answers from 1, up to the row's last."""
+    """A row for training, which ends with an answer.
+
+    `turn` counts the answers from 1, up to the row's last. `closing` are the tokens that the
+    template puts after that answer, such as a line break.
+    """
 
     turn: int
     tokens: EncodedRow
     finished: bool
+    closing: list[int]
 
 
 def training_rows(
@@ -50,6 +56,7 @@ def training_rows(
     tools: Sequence[Any] = (),
     *,
     answers: Mapping[int, Answer] | None = None,
+    finished: bool = True,
     supervise: Supervise = "all_turns",
     supervise_thinking: bool = True,
     max_length: int | None = None,
@@ -59,6 +66,7 @@ def training_rows(
     Args:
         messages: the conversation, up to an assistant's message or beyond.
         answers: tokens of assistant's messages, by their index; the texts of others are tokenized.
+        finished: whether the last answer ended by itself, where it is given as text.
         supervise: learn from every answer, or from the last one that fits.
         supervise_thinking: learn from the reasoning as well.
         max_length: longest row, in tokens; turns that end beyond it are left out.
@@ -70,7 +78,8 @@ def training_rows(
     rows: list[TurnRow] = []
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for number, turn in enumerate(turns, start=1):
-        one = _row(encoder, messages[: turn + 1], tools, answers.get(turn), supervise_thinking)
+        said, ended = messages[: turn + 1], finished or turn != turns[-1]
+        one = _row(encoder, said, tools, answers.get(turn), ended, supervise_thinking)
         if max_length is not None and len(one.tokens.input_ids) > max_length:
             break  # later ones are longer
         one = one._replace(turn=number)
@@ -83,6 +92,38 @@ def training_rows(
     return rows
 
 
+def written_rows(
+    encoder: ChatEncoder,
+    identity: str,
+    messages: Sequence[Message],
+    tools: Sequence[Any] = (),
+    *,
+    finished: bool = True,
+    supervise: Supervise = "all_turns",
+) -> list[tuple[str, TurnRow]]:
+    """The rows of a conversation that stands in a file, with their ids, as training reads them.
+
+    Answers that are too short for an anchor have no row of their own. A row goes on to where the
+    template ends, so that it is the whole conversation where there is one answer.
+
+    Raises:
+        InputError: see `training_rows`.
+    """
+    rows = training_rows(encoder, messages, tools, finished=finished, supervise=supervise)
+    return [(name, _closed(row)) for name, row in named(identity, with_anchors(rows) or rows)]
+
+
+def with_anchors(rows: Sequence[TurnRow]) -> list[TurnRow]:
+    """Those in which a block can begin."""
+    return [row for row in rows if num_anchors(row.tokens.loss_mask)]
+
+
+def named(identity: str, rows: Sequence[TurnRow]) -> list[tuple[str, TurnRow]]:
+    """The rows of one conversation with their ids: its own, or `id#turn` where they are several."""
+    several = len(rows) > 1
+    return [(f"{identity}#{row.turn}" if several else identity, row) for row in rows]
+
+
 def num_anchors(loss_mask: Sequence[bool]) -> int:
     """Positions that `draw_anchors` may choose: supervised, and the next one as well."""
     return sum(a and b for a, b in pairwise(loss_mask))
@@ -93,17 +134,22 @@ def _row(
     messages: Sequence[Message],
     tools: Sequence[Any],
     answer: Answer | None,
+    finished: bool,
     supervise_thinking: bool,
 ) -> TurnRow:
     """The row that ends with the last message, which alone is supervised."""
     if answer is not None:
         prompt_ids = encoder.prompt(messages[:-1], tools)
         ids, given, finished = [*prompt_ids, *answer.token_ids], len(prompt_ids), answer.finished
+        closing: list[int] = []
     else:
-        segments = encoder.segments(messages, tools)[:-1]
-        only_last = [replace(one, supervised=one is segments[-1]) for one in segments]
-        tokens = encoder.encode([only_last])[0]
-        ids, given, finished = tokens.input_ids, tokens.loss_mask.count(False), True
+        *past, answered, rest = encoder.segments(messages, tools, finished=finished)
+        if not finished and _is_open(answered.text):
+            # Templates close reasoning in what they render; the target had nothing before it.
+            past = encoder.segments(messages[:-1], tools, answer_next=True)
+        past = [replace(one, supervised=False) for one in past]
+        tokens, after = encoder.encode([[*past, answered], [rest] if finished else []])
+        ids, given, closing = tokens.input_ids, tokens.loss_mask.count(False), after.input_ids
     if not given:
         raise InputError(
             "every token is supervised; use a chat template that shows the user's text"
@@ -113,7 +159,7 @@ def _row(
     if not supervise_thinking:
         given += _thinking_length(encoder.tokenizer, ids[given:], finished)
     mask = [False] * given + [True] * (len(ids) - given)
-    return TurnRow(0, EncodedRow(ids, mask), finished)
+    return TurnRow(0, EncodedRow(ids, mask), finished, closing)
 
 
 def _join(earlier: TurnRow, later: TurnRow) -> TurnRow | None:
@@ -124,6 +170,19 @@ def _join(earlier: TurnRow, later: TurnRow) -> TurnRow | None:
         return None
     mask = [*known, *later.tokens.loss_mask[length:]]
     return later._replace(tokens=EncodedRow(later.tokens.input_ids, mask))
+
+
+def _is_open(answer: str) -> bool:
+    """Whether an answer's text stops within its reasoning."""
+    begin, end = THINKING
+    return begin in answer and end not in answer
+
+
+def _closed(row: TurnRow) -> TurnRow:
+    """With its closing tokens, which are not supervised."""
+    ids = [*row.tokens.input_ids, *row.closing]
+    mask = [*row.tokens.loss_mask, *(False for _ in row.closing)]
+    return row._replace(tokens=EncodedRow(ids, mask), closing=[])
 
 
 def _thinking_length(tokenizer: Any, answer_ids: Sequence[int], finished: bool) -> int:
