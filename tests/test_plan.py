@@ -15,11 +15,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dflow_lightning.blocks import Anchors
 from dflow_lightning.data.batches import TrainLoader
 from dflow_lightning.data.datamodule import Batch
+from dflow_lightning.data.prepared import PreparedRow, PreparedWriter, finish
 from dflow_lightning.data.template import EncodedRow
 from dflow_lightning.data.token_rows import TokenRows
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
-from dflow_lightning.plan import hours, make_plan, parse, sharding_of, steps
+from dflow_lightning.plan import answers, hours, make_plan, parse, sharding_of, steps
 from dflow_lightning.plan_measure import build, measured, training_step
 from dflow_lightning.plan_memory import ZERO_BUCKETS, Plan
 from dflow_lightning.plan_work import Work
@@ -407,3 +408,28 @@ def test_mistakes(launch: "Launcher", configs: dict[str, Path], tmp_path: Path) 
         assert (done.status, done.out) == (2, "")
         assert done.err.startswith(sentence), done.err
         assert len(done.err.splitlines()) == 1
+
+
+def test_what_was_measured_of_a_set_is_shown(tmp_path: Path, tiny_target_dir: Path) -> None:
+    folders = [tmp_path / name for name in ("measured", "not")]
+    for folder in folders:
+        folder.mkdir()
+        writer = PreparedWriter(folder)
+        writer.write(PreparedRow("a", "math", [1, 2, 3], [False, True, True], True, 0))
+        finish(folder, {}, writer.close())
+    report = {"rows": 9, "tokens": 4567, "agreement": 0.987, "target": "t"}
+    text = json.dumps(report | {"mean_logprob": -0.5, "mean_entropy": 0.25})
+    (folders[0] / "on_policy.json").write_text(text)
+    sets = json.dumps([*map(str, folders)])
+    plan = planned(
+        f"--model.target.path={tiny_target_dir}", f"--data.train={sets}",
+        "--model.drafter.num_layers=1",
+    )  # fmt: skip
+    assert answers(plan) == [
+        f"answers  of {folders[0]}:",
+        "           98.7% of 4,567 supervised tokens (9 rows) are the target's first choice",
+        "           mean log-prob -0.500, minus entropy -0.250",
+    ]
+    (folders[0] / "on_policy.json").write_text(text[:-9])
+    with pytest.raises(InputError, match=r"on_policy\.json is damaged .*; verify the data again"):
+        answers(plan)

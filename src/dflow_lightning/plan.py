@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflow_lightning.cli import INTERPOLATION, SECTIONS, RunParser
 from dflow_lightning.data.datamodule import ChatDataModule
+from dflow_lightning.data.prepare_verify import read_on_policy
+from dflow_lightning.data.prepared import is_prepared
 from dflow_lightning.data.sets import count_rows
 from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter
@@ -43,7 +45,7 @@ def run(args: Sequence[str]) -> int:
     plan = make_plan(recipe)
     print("\n".join([*counts(plan), "", *memory_table(plan, recipe.gpu_memory), ""]))
     plan.refuse_what_does_not_fit(recipe.gpu_memory)
-    print("\n".join([*work(plan), *steps(plan), *hours(plan), *disk(plan)]))
+    print("\n".join([*work(plan), *steps(plan), *answers(plan), *hours(plan), *disk(plan)]))
     if recipe.measure:
         from dflow_lightning.plan_measure import measured
 
@@ -249,6 +251,21 @@ def steps(plan: Plan) -> list[str]:
     length = f"{total:,} ({total / epoch:.1f} epochs)" if total is not None else "without end"
     packed = ", at most: rows are packed" if plan.recipe.data.pack else ""
     return [f"steps    {length}; {epoch:,} for the {rows:,} rows of an epoch{packed}"]
+
+
+def answers(plan: Plan) -> list[str]:
+    """How far each prepared set is what its target would say, where that was measured."""
+    found = ((path, read_on_policy(path)) for path in train_sets(plan) if is_prepared(path))
+    return [
+        line
+        for path, report in found
+        if report
+        for line in (f"answers  of {path}:", *_indented(report.describe().split("; ")))
+    ]
+
+
+def _indented(phrases: Sequence[str]) -> list[str]:
+    return [f"           {phrase}" for phrase in phrases]
 
 
 def disk(plan: Plan) -> list[str]:

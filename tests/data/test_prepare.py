@@ -1,6 +1,7 @@
 """`dflow-train prepare` from files to folders: answers of the target, and those of the file."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import datasets
@@ -11,6 +12,7 @@ from pyarrow import parquet
 
 from dflow_lightning.__main__ import main
 from dflow_lightning.data import generate_engine
+from dflow_lightning.data.prepare_verify import read_on_policy
 from dflow_lightning.data.prepared import open_prepared, read_manifest
 from dflow_lightning.data.template import ChatEncoder, render_prompt
 from dflow_lightning.data.turns import written_rows
@@ -386,10 +388,12 @@ def test_on_policy_tells_own_answers_from_others(prepare, write, tmp_path, targe
     assert found["agreement"] > 0.999
     assert found["mean_logprob"] > -found["mean_entropy"]
     assert found["weights"] == target.fingerprint
+    assert asdict(read_on_policy(tmp_path / "out")).items() <= found.items()
     others = [row | {"answer": "I do not know what you are talking about."} for row in rows]
     data = write(*others, name="others.jsonl")
     status, out, _ = prepare(data, *KEEP, "--verify", out="others")
     assert status == 0
+    assert "no fingerprint of the target's weights" in out
     assert "warning: that is less than min_agreement 0.8" in out
     assert "let it answer again" in out
     worse = json.loads((tmp_path / "others/on_policy.json").read_text())
@@ -402,6 +406,7 @@ def test_verify_a_folder_that_is_there(prepare, write):
     status, out, err = prepare(None, "--verify", "--verify_rows", 1)
     assert (status, err) == (0, "")
     assert "(1 rows)" in out
+    assert "no fingerprint" not in out
     status, _, err = prepare(None)
     assert (status, err) == (2, "error: data is missing: give --data\n")
 

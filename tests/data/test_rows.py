@@ -71,6 +71,7 @@ BAD_ROWS = {
     "blank id": (GOOD | {"id": ""}, "line 2 of .* has a blank id"),
     "number as prompt": ({"id": "b", "prompt": 3, "answer": "a"}, "has a prompt of type int"),
     "same id": (GOOD | {"prompt": "other"}, "line 2 of .* has the id 'a' of an earlier line"),
+    "tools": (GOOD | {"id": "b", "tools": [{}]}, r"\(id 'b'\) has tools; let dflow-train prepare"),
     "finished": (GOOD | {"id": "b", "finished": "no"}, "has the finished 'no'; give true or false"),
     "family": (GOOD | {"id": "b", "family": "a/b c"}, "has the family 'a/b c'"),
     "both shapes": (conversation(user("p"), assistant("a")) | GOOD, "has both messages and prompt"),

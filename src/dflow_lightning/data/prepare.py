@@ -212,6 +212,11 @@ def _summary(out: Path, manifest: dict[str, Any]) -> None:
         "without_anchors": "answers are too short for an anchor and left out",
         "from_text": "conversations have tokens made from text, since the server returned no ids",
     }
+    if manifest["target"]["weights"] is None:
+        print(
+            "  no fingerprint of the target's weights in the manifest: they were not loaded here;\n"
+            "  --verify compares the answers with them"
+        )
     for name, note in notes.items():
         if counts[name]:
             print(f"  {counts[name]:,} {note}")

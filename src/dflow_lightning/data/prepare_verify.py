@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,14 @@ class OnPolicy:
     mean_logprob: float
     mean_entropy: float
 
+    def describe(self) -> str:
+        """The figures as a phrase."""
+        return (
+            f"{self.agreement:.1%} of {self.tokens:,} supervised tokens ({self.rows:,} rows) are "
+            f"the target's first choice; mean log-prob {self.mean_logprob:.3f}, "
+            f"minus entropy {-self.mean_entropy:.3f}"
+        )
+
 
 def report_on_policy(
     folder: Path, target: FrozenTarget, *, num_rows: int, min_agreement: float
@@ -67,11 +75,7 @@ def report_on_policy(
     found = on_policy(target, open_prepared(folder), num_rows)
     content = {**asdict(found), "target": target.name, "weights": target.fingerprint}
     write_text(folder / ON_POLICY, json.dumps(content, indent=2) + "\n")
-    print(
-        f"on policy: {found.agreement:.1%} of {found.tokens:,} supervised tokens ({found.rows:,} "
-        f"rows) are the target's first choice; mean log-prob {found.mean_logprob:.3f}, "
-        f"minus entropy {-found.mean_entropy:.3f}"
-    )
+    print(f"on policy: {found.describe()}")
     if found.agreement < min_agreement:
         print(
             f"warning: that is less than min_agreement {min_agreement:g}, so these may not be the "
@@ -79,6 +83,24 @@ def report_on_policy(
             "--keep_answers, and give --temperature 0"
         )
     return found
+
+
+def read_on_policy(folder: Path) -> OnPolicy | None:
+    """What was measured of a folder's rows, if anything was.
+
+    Raises:
+        InputError: the report cannot be read.
+    """
+    path = folder / ON_POLICY
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return OnPolicy(**{field.name: content[field.name] for field in fields(OnPolicy)})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"data: {path} is damaged ({type(error).__name__}); verify the data again"
+        ) from error
 
 
 def on_policy(target: FrozenTarget, rows: Dataset, num_rows: int) -> OnPolicy:

@@ -129,6 +129,8 @@ def _parse(line: str, where: str, need_answer: bool) -> Row:
             f"{where} has the family {family!r}; use letters, digits and _ . - only, "
             "because it becomes part of metric names"
         )
+    if record.get("tools"):
+        raise InputError(f"{where} has tools; let dflow-train prepare render them")
     finished = record.get("finished")
     if finished is not None and not isinstance(finished, bool):
         raise InputError(f"{where} has the finished {finished!r}; give true or false")

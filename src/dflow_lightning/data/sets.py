@@ -103,7 +103,7 @@ def check_manifest(rows: PreparedRows, encoder: ChatEncoder, field: str) -> None
 
 
 def count_rows(path: Path, field: str) -> int:
-    """Rows of a set, without tokenizing any."""
+    """Rows of a folder; conversations of a file, which may give several, without tokenizing any."""
     if is_prepared(path):
         return sum(record["rows"] for record in read_manifest(path, field)["files"])
     if path.suffix in (".json", ".parquet") or _is_foreign(path):
