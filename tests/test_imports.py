@@ -28,7 +28,15 @@ LAYERS = [
     },
     {
         *("arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"),
-        *("doctor", "doctor_check", "doctor_environment", "doctor_recipe", "doctor_model"),
+        *(
+            "doctor",
+            "doctor_check",
+            "doctor_environment",
+            "doctor_recipe",
+            "doctor_loaded",
+            "doctor_model",
+            "doctor_try",
+        ),
     },
 ]
 TRAINING_ONLY = ("lightning", "pytorch_lightning", "deepspeed", "mlflow")
