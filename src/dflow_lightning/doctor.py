@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +45,7 @@ def run(args: Sequence[str]) -> int:
     checks = []
     for check in examine(rest):
         if not options.json:
-            print(f"{check.status:<5} {check.name:<14} {check.detail}", flush=True)
+            print(line(check), flush=True)
         checks.append(check)
     failed, doubts = (sum(one.status == kind for one in checks) for kind in ("FAIL", "warn"))
     if options.json:
@@ -51,6 +54,15 @@ def run(args: Sequence[str]) -> int:
     else:
         print(f"\n{len(checks)} checks, {failed} failed, {doubts} warnings")
     return 1 if failed else 0
+
+
+def line(check: Check) -> str:
+    """One line; on a terminal it is folded, so that the columns stay."""
+    text = f"{check.status:<5} {check.name:<14} {check.detail}"
+    if not sys.stdout.isatty():
+        return text
+    width = max(40, shutil.get_terminal_size().columns)
+    return textwrap.fill(text, width, subsequent_indent=21 * " ", break_on_hyphens=False)
 
 
 def examine(args: Sequence[str]) -> Iterator[Check]:

@@ -171,7 +171,10 @@ def gpus(environment: Environment) -> str:
             + ("trainer.devices to that" if count else "--trainer.accelerator cpu, or find a GPU")
         )
     if not count:
-        return f"none; {os.cpu_count()} CPU cores"
+        found = f"none; {os.cpu_count()} CPU cores"
+        if environment.recipe is not None and environment.recipe.trainer.accelerator != "cpu":
+            raise DoubtError(f"{found}; set --trainer.accelerator cpu if that is meant")
+        return found
     sizes = [torch.cuda.get_device_properties(index) for index in range(count)]
     memory = min(size.total_memory for size in sizes) / 2**30
     if environment.plan is not None and environment.recipe.trainer.accelerator != "cpu":

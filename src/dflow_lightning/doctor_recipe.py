@@ -56,9 +56,9 @@ class Preflight:
     @cached_property
     def empty_target(self) -> FrozenTarget:
         """The target without weights, with its tokenizer."""
-        return FrozenTarget(
-            empty_target(self.target_path, None).model, self.tokenizer, self.target_path
-        )
+        tokenizer = self.tokenizer  # first: what it says of a missing target names the mend
+        model = empty_target(self.target_path, None).model
+        return FrozenTarget(model, tokenizer, self.target_path)
 
     @cached_property
     def encoder(self) -> ChatEncoder:
