@@ -136,6 +136,7 @@ def test_one_line_a_check_and_status_1(setup: Setup, capsys: pytest.CaptureFixtu
     assert "data.train: nowhere.jsonl does not exist; " in failed
     assert any(line.startswith("skip  batches") for line in lines)
     assert any(line.startswith("ok    template") for line in lines)  # others go on
+    assert not (setup.folder / "runs").exists()  # nothing is written
     assert lines[-1] == f"{len(lines) - 2} checks, 1 failed, 0 warnings"
 
 
@@ -195,6 +196,18 @@ def rope_theta_of_init_from(setup: Setup) -> None:
     content = json.loads(config.read_text())
     del content["dflow_config"]  # as others publish: nothing to compare the file with
     content.pop("rope_theta", None)
+    content["rope_parameters"]["rope_theta"] = 10000.0
+    config.write_text(json.dumps(content))
+
+
+def rope_theta_of_the_target(setup: Setup) -> None:
+    shipped(setup)
+    rows = (SHIPPED / "prompts/train.jsonl").read_text().splitlines(keepends=True)
+    setup.options["data.train"] = setup.folder / "few.jsonl"
+    setup.options["data.train"].write_text("".join(rows[:24]))
+    assert setup.find("on policy").status == "ok"
+    config = setup.own_target() / "config.json"
+    content = json.loads(config.read_text())
     content["rope_parameters"]["rope_theta"] = 10000.0
     config.write_text(json.dumps(content))
 
@@ -398,6 +411,7 @@ FAULTS = [
     (taps_without_a_mask, "taps", "FAIL", "a wrong mask or wrong positions"),
     (rope_theta, "RoPE", "FAIL", "though both configurations say 1e+06"),
     (rope_theta_of_init_from, "drafter", "FAIL", "rope_theta"),
+    (rope_theta_of_the_target, "on policy", "warn", "rope_theta"),
     (another_targets_drafter, "drafter", "FAIL", "give the target it was trained for"),
     (mask_is_pad, "mask id", "FAIL", "the target's pad_token"),
     (mask_is_text, "mask id", "FAIL", "a token of ordinary text"),

@@ -29,7 +29,7 @@ from dflow_lightning.tap_fingerprint import ROUNDED_TOLERANCE, TOLERANCE
 
 MAX_TOKENS = 512  # of the row that is looked at
 NUM_BLOCKS = 8
-ON_POLICY = 0.5  # share of learned tokens that the target chooses itself, at the least
+ON_POLICY = 0.6  # share of learned tokens that the target chooses itself, at the least
 
 
 class Loaded:
