@@ -46,13 +46,13 @@ def test_second_turns_stand_behind_the_targets_own_answers(tiny_target, decoder,
 def test_a_suite_says_what_it_asked(tiny_target, decoder, folder):
     choice = SuiteChoice(name="gsm8k,mt-bench", folder=folder, max_new_tokens=4)
     suite = read_suite(choice, tiny_target, decoder)
-    (line,) = suite.lines()
-    assert f"template {suite.template}, thinking off" in line
-    assert "gsm8k 5, mt-bench 6 prompts" in line
+    asked, how = suite.lines()
+    assert how == f"template {suite.template}, thinking off"
+    assert "gsm8k 5, mt-bench 6 prompts" in asked
     assert suite.sources["gsm8k"] == str(folder / "gsm8k.jsonl")
     thinking = SuiteChoice(name="gsm8k", folder=folder, thinking=True)
     other = read_suite(thinking, tiny_target, decoder)
-    assert "thinking on" in other.lines()[0]
+    assert "thinking on" in other.lines()[1]
     assert other.prompts[0].token_ids != suite.prompts[0].token_ids
 
 

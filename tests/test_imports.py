@@ -26,7 +26,18 @@ LAYERS = [
         *("report", "charts", "ui"),
         *("serving", "validate_export"),
     },
-    {"arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"},
+    {
+        *("arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"),
+        *(
+            "doctor",
+            "doctor_check",
+            "doctor_environment",
+            "doctor_recipe",
+            "doctor_loaded",
+            "doctor_model",
+            "doctor_try",
+        ),
+    },
 ]
 TRAINING_ONLY = ("lightning", "pytorch_lightning", "deepspeed", "mlflow")
 

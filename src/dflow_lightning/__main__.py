@@ -11,6 +11,7 @@ RUNS = {
     "validate": "decode the validation prompts with a checkpoint, relay on and off",
     "test": "the same on the test prompts",
     "plan": "say what a recipe needs before it is run",
+    "doctor": "check this environment, and a recipe on one batch",
 }
 TOOLS = {
     "prepare": (
@@ -85,6 +86,10 @@ def dispatch(args: list[str]) -> int:
         from dflow_lightning.plan import run as plan
 
         return plan(args[1:])
+    elif command == "doctor":
+        from dflow_lightning.doctor import run as doctor
+
+        return doctor(args[1:])
     elif command in RUNS:
         from dflow_lightning.cli import run
 

@@ -66,15 +66,19 @@ def measured(plan: Plan) -> list[str]:
     ]
 
 
-def build(plan: Plan) -> DrafterModule:
-    """The recipe's module, its target loaded."""
+def build(plan: Plan, *more: str) -> DrafterModule:
+    """The recipe's module, its target loaded.
+
+    Args:
+        more: of its arguments, beside those that shape a step.
+    """
     model = plan.recipe.model
     sections = {
         "target": TargetConfig, "drafter": DrafterConfig, "relay": RelayConfig, "loss": LossConfig,
         "optimizer": OptimizerConfig,
     }  # fmt: skip
     built = {name: kind(**model[name].as_dict()) for name, kind in sections.items()}
-    plain = ("num_anchors", "seed", "gradient_checkpointing", "attention")
+    plain = ("num_anchors", "seed", "gradient_checkpointing", "attention", *more)
     return DrafterModule(**built, **{name: model[name] for name in plain})
 
 
