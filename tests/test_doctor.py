@@ -24,7 +24,8 @@ from dflow_lightning.__main__ import main
 from dflow_lightning.data.datamodule import load_tokenizer
 from dflow_lightning.data.prepare_target import template_sha256, tokenizer_sha256
 from dflow_lightning.data.prepared import PreparedRow, PreparedWriter, finish
-from dflow_lightning.data.template import encode_conversation
+from dflow_lightning.data.template import ChatEncoder
+from dflow_lightning.data.turns import training_rows
 from dflow_lightning.decode import rounds
 from dflow_lightning.doctor import examine
 from dflow_lightning.doctor_check import Check
@@ -77,7 +78,8 @@ class Setup:
                 {"role": "user", "content": row["prompt"]},
                 {"role": "assistant", "content": row["answer"]},
             ]
-            ids, found = vars(encode_conversation(tokenizer, messages)).values()
+            (row_of_turn,) = training_rows(ChatEncoder(tokenizer), messages)
+            ids, found = vars(row_of_turn.tokens).values()
             writer.write(PreparedRow(row["id"], row["family"], ids, mask(found), True, number))
         ours = {
             "tokenizer_sha256": tokenizer_sha256(tokenizer),

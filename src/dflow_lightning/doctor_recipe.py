@@ -62,10 +62,7 @@ class Preflight:
 
     @cached_property
     def encoder(self) -> ChatEncoder:
-        data = self.recipe.data
-        return ChatEncoder(
-            self.tokenizer, enable_thinking=data.enable_thinking, supervise=data.supervise
-        )
+        return ChatEncoder(self.tokenizer, enable_thinking=self.recipe.data.enable_thinking)
 
     @cached_property
     def data(self) -> ChatDataModule:
