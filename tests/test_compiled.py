@@ -57,3 +57,18 @@ def test_eager_rounds_compute_only_what_is_in_use():
     steps = Steps("eager")
     assert steps.shapes(6, 700) == []
     assert (steps.rows(3, 6), steps.length(65, 700), steps.length(690, 700)) == (3, 128, 700)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", "package"])
+def test_prompts_are_read_over_no_more_than_they_need(half_trained, monkeypatch, backend):
+    """Prompts are read eagerly, whatever rounds are made of."""
+    module, _ = half_trained
+    steps = Steps(backend, draft_step=lambda models, state, mode: None)
+    engine = Engine(module.decoder().models(), num_slots=2, max_length=200, backend=steps)
+    lengths, read = [], engine._read
+    monkeypatch.setattr(engine, "_read", lambda *args: (lengths.append(args[-1]), read(*args))[1])
+    engine.submit(Request(prompt_ids=[5] * 70, stop_token_ids=()))
+    with torch.inference_mode():
+        engine.admit()
+        engine.prefill()
+    assert lengths == [128]

@@ -23,7 +23,7 @@ from dflow_lightning.decode import rounds
 from dflow_lightning.decode.request import Completion, Request, Update
 from dflow_lightning.decode.rounds import Mode, RoundTimer
 from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
-from dflow_lightning.decode.steps import Backend, Steps
+from dflow_lightning.decode.steps import Backend, Steps, rounded_length
 from dflow_lightning.errors import InputError
 
 Acceptance = Literal["match", "rejection"]
@@ -220,7 +220,7 @@ class Engine:
         positions_RQ = start_R1 + torch.arange(max(chunks), device=device)
         positions_RQ = positions_RQ.clamp(max=self.capacity - 1)
         needed = max(flight.read for _, flight in reading) + max(chunks)
-        hidden_RQD = self._read(rows_R, positions_RQ, self.steps.length(needed, self.capacity))
+        hidden_RQD = self._read(rows_R, positions_RQ, rounded_length(needed, self.capacity))
         for (_, flight), size in zip(reading, chunks, strict=True):
             flight.read += size
         ended = [i for i, (_, flight) in enumerate(reading) if flight.decoding]

@@ -8,8 +8,8 @@ drafts, D hidden, C tapped width, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -87,6 +87,39 @@ class Verified:
     committed_RK: Tensor
     num_accepted_R: Tensor
     taps_RKC: Tensor
+
+
+DraftStep = Callable[[Models, DecodeState, Mode], Drafts]
+
+
+def run_round(
+    models: Models,
+    state: DecodeState,
+    mode: Mode,
+    measure: Callable[[str], AbstractContextManager[None]],
+    draft_step: DraftStep | None = None,
+) -> Tensor:
+    """One round over all requests of the state; returns the report of `commit`.
+
+    Args:
+        measure: is told the part of the round that runs inside it.
+        draft_step: drafts in place of relay and drafter.
+    """
+    if draft_step is None:
+        with measure("relay"):
+            correction_RNKD = correct(models, state)
+        with measure("draft"):
+            drafts = draft(models, state, mode, correction_RNKD)
+    else:
+        with measure("draft"):
+            drafts = draft_step(models, state, mode)
+    with measure("verify"):
+        verified = verify(models, state, mode, drafts)
+    with measure("commit"):
+        report_RK, h_RKD = commit_round(models, state, verified)
+    with measure("relay"):
+        keep_relay(models, state, drafts, verified, h_RKD)
+    return report_RK
 
 
 def correct(models: Models, state: DecodeState) -> Tensor | None:

@@ -10,45 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dflow_lightning.decode import rounds
-from dflow_lightning.decode.rounds import Drafts, Mode, RoundTimer
+from dflow_lightning.decode.rounds import DraftStep, Mode, RoundTimer, run_round
 from dflow_lightning.decode.state import DecodeState, Models
 from dflow_lightning.errors import InputError
 
 Backend = Literal["eager", "compiled", "package"]
-DraftStep = Callable[[Models, DecodeState, Mode], Drafts]
-LENGTH_STEP = 64  # eager attention reads a multiple of this many cache slots
+LENGTH_STEP = 64  # of cache slots, for eager attention
 SHORTEST_GRAPH = 128  # cache slots of the smallest compiled round
-
-
-def run_round(
-    models: Models,
-    state: DecodeState,
-    mode: Mode,
-    measure: Callable[[str], AbstractContextManager[None]],
-    draft_step: DraftStep | None = None,
-) -> Tensor:
-    """One round over all requests of the state; returns the report of `rounds.commit`.
-
-    Args:
-        measure: is told the part of the round that runs inside it.
-        draft_step: drafts in place of relay and drafter.
-    """
-    if draft_step is None:
-        with measure("relay"):
-            correction_RNKD = rounds.correct(models, state)
-        with measure("draft"):
-            drafts = rounds.draft(models, state, mode, correction_RNKD)
-    else:
-        with measure("draft"):
-            drafts = draft_step(models, state, mode)
-    with measure("verify"):
-        verified = rounds.verify(models, state, mode, drafts)
-    with measure("commit"):
-        report_RK, h_RKD = rounds.commit_round(models, state, verified)
-    with measure("relay"):
-        rounds.keep_relay(models, state, drafts, verified, h_RKD)
-    return report_RK
 
 
 class Steps:
@@ -86,7 +54,7 @@ class Steps:
             return capacity
         if self.backend == "compiled":
             return min(max(_power_of_two(needed), SHORTEST_GRAPH), capacity)
-        return min(-(-needed // LENGTH_STEP) * LENGTH_STEP, capacity)
+        return rounded_length(needed, capacity)
 
     def shapes(self, num_slots: int, capacity: int) -> list[tuple[int, int]]:
         """Rows and length of every round there can be, where rounds are compiled."""
@@ -105,6 +73,11 @@ class Steps:
             if shape not in self._graphs:
                 self._graphs[shape] = _compiled(run_round)
             return self._graphs[shape](models, state, mode, _unmeasured)
+
+
+def rounded_length(needed: int, capacity: int) -> int:
+    """Cache slots that eager attention reads, in rounds and for prompts: few more than needed."""
+    return min(-(-needed // LENGTH_STEP) * LENGTH_STEP, capacity)
 
 
 def _power_of_two(number: int) -> int:
