@@ -10,7 +10,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
-    {"errors", "atomic", "fingerprint"},
+    {"errors", "atomic", "checks", "fingerprint"},
     {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics"},
     {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
     {

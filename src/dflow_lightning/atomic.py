@@ -27,11 +27,18 @@ def check_writable(path: Path, field: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under a temporary name, then rename it: a kill leaves the previous one."""
+    """Write a file as a whole."""
+    with staged_file(path) as staged:
+        staged.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def staged_file(path: Path) -> Iterator[Path]:
+    """A temporary name that is changed to `path` on success: a kill leaves the previous file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        staged.write_text(text, encoding="utf-8")
+        yield staged
         staged.replace(path)
     finally:
         staged.unlink(missing_ok=True)

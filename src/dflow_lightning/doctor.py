@@ -13,11 +13,11 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflow_lightning.doctor_check import Check, Step, run_checks, run_one
+from dflow_lightning.checks import Check
+from dflow_lightning.doctor_check import Step, run_checks, run_one
 from dflow_lightning.doctor_environment import ENVIRONMENT, Environment
 
 USAGE = """usage: dflow-train doctor [--config RECIPE [--key value ...]] [--json]
@@ -49,7 +49,8 @@ def run(args: Sequence[str]) -> int:
         checks.append(check)
     failed, doubts = (sum(one.status == kind for one in checks) for kind in ("FAIL", "warn"))
     if options.json:
-        found = {"ok": not failed, "checks": [asdict(check) for check in checks]}
+        rows = [{"name": c.name, "status": c.status, "detail": c.detail} for c in checks]
+        found = {"ok": not failed, "checks": rows}
         print(json.dumps(found, indent=1))
     else:
         print(f"\n{len(checks)} checks, {failed} failed, {doubts} warnings")

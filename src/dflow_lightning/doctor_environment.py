@@ -27,7 +27,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from dflow_lightning.doctor_check import DoubtError, FoundError, SkippedError, Step
+from dflow_lightning.checks import DoubtError, FailedError, SkippedError
+from dflow_lightning.doctor_check import Step
 
 PACKAGE = "dflow-lightning"
 TESTED = Path(__file__).resolve().parents[2] / "constraints" / "cpu.txt"
@@ -89,9 +90,9 @@ def packages(environment: Environment) -> str:
         if not wanted.specifier.contains(found, prereleases=True):
             outside.append(f"{wanted.name} {found} is installed, {wanted.specifier} is needed")
     if missing:
-        raise FoundError(f"{', '.join(missing)} is not installed; {INSTALL}")
+        raise FailedError(f"{', '.join(missing)} is not installed; {INSTALL}")
     if outside:
-        raise FoundError(f"{', '.join(outside)}; {INSTALL}")
+        raise FailedError(f"{', '.join(outside)}; {INSTALL}")
     tested, other = tested_versions(), []
     for name, wanted_version in tested.items():
         try:
@@ -131,7 +132,7 @@ def deepspeed(environment: Environment) -> str:
     mend = "pip install -c constraints/cpu.txt -e '.[deepspeed]'"
     if find_spec("deepspeed") is None:
         if wanted:
-            raise FoundError(
+            raise FailedError(
                 f"trainer.strategy is {environment.strategy}, but deepspeed is not installed; "
                 + mend
             )
@@ -142,10 +143,12 @@ def deepspeed(environment: Environment) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_WITHIN)
     except subprocess.TimeoutExpired as error:
-        raise FoundError(f"import deepspeed takes more than {IMPORT_WITHIN:g} s; {mend}") from error
+        raise FailedError(
+            f"import deepspeed takes more than {IMPORT_WITHIN:g} s; {mend}"
+        ) from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise FoundError(f"import deepspeed fails ({last[:150]}); {mend}")
+        raise FailedError(f"import deepspeed fails ({last[:150]}); {mend}")
     return f"{version('deepspeed')} can be imported"
 
 
@@ -158,14 +161,14 @@ def gpus(environment: Environment) -> str:
     if there and not count:
         cause = f"torch {torch.__version__} sees none"
         if torch.version.cuda is None:
-            raise FoundError(f"a GPU is there, but {cause}: a CPU build; install a CUDA build")
-        raise FoundError(
+            raise FailedError(f"a GPU is there, but {cause}: a CPU build; install a CUDA build")
+        raise FailedError(
             f"a GPU is there, but {cause}; look at nvidia-smi, CUDA_VISIBLE_DEVICES and whether "
             f"the driver is new enough for CUDA {torch.version.cuda}"
         )
     wanted = wanted_gpus(environment.recipe)
     if wanted > count:
-        raise FoundError(
+        raise FailedError(
             f"trainer.accelerator is {environment.recipe.trainer.accelerator} with "
             f"{environment.recipe.trainer.devices} devices, but torch sees {count} GPUs; set "
             + ("trainer.devices to that" if count else "--trainer.accelerator cpu, or find a GPU")
@@ -202,7 +205,7 @@ def disk(environment: Environment) -> str:
     folder = environment.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     if not os.access(existing, os.W_OK):
-        raise FoundError(f"{existing} cannot be written to; name another --run_dir")
+        raise FailedError(f"{existing} cannot be written to; name another --run_dir")
     free = shutil.disk_usage(existing).free
     said = f"{free / 1e9:.1f} GB free at {shown(existing)}"
     plan = environment.plan
@@ -236,7 +239,7 @@ def tracking(environment: Environment) -> str:
     if uri.startswith("sqlite:///"):
         folder = Path(uri.removeprefix("sqlite:///")).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise FoundError(f"{uri}: {folder} cannot be written to; make the folder")
+            raise FailedError(f"{uri}: {folder} cannot be written to; make the folder")
         return f"{uri} can be written"
     if not uri.startswith(("http://", "https://")):
         raise DoubtError(f"{uri} is no server and no sqlite file, and was not tried; try it first")
@@ -248,10 +251,10 @@ def tracking(environment: Environment) -> str:
             raise DoubtError(
                 f"{uri} asks who you are; set MLFLOW_TRACKING_USERNAME and _PASSWORD"
             ) from error
-        raise FoundError(f"{uri} answers with status {error.code}; {mend}") from error
+        raise FailedError(f"{uri} answers with status {error.code}; {mend}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise FoundError(f"{uri} does not answer ({reason}); {mend}") from error
+        raise FailedError(f"{uri} does not answer ({reason}); {mend}") from error
     return f"{uri} answers"
 
 

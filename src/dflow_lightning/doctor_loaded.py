@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.blocks import Documents
+from dflow_lightning.checks import DoubtError, FailedError
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.data.prepared import is_prepared, read_manifest
-from dflow_lightning.doctor_check import DoubtError, FoundError
 from dflow_lightning.doctor_recipe import Preflight, documents
 from dflow_lightning.module import DrafterModule
 from dflow_lightning.plan import make_plan
@@ -80,7 +80,7 @@ class Loaded:
         with torch.no_grad(), self.precision():
             inputs = self.module.begin_step(self.batch, extra_slots=extra, up_to_head=True, step=0)
         if not inputs.rounds[0].anchors.valid_BN.any():
-            raise FoundError(
+            raise FailedError(
                 f"no block has room in the first {MAX_TOKENS} tokens of a row; look at the data "
                 "with dflow-train inspect"
             )
@@ -122,7 +122,7 @@ def weights(preflight: Preflight) -> str:
                 mend = "download or save the target again" if name == "target" else (
                     "start from another model.init_from"
                 )  # fmt: skip
-                raise FoundError(f"{name}: {key} holds a number that is not finite; {mend}")
+                raise FailedError(f"{name}: {key} holds a number that is not finite; {mend}")
             count += weight.numel()
     return f"all {count / 1e6:,.1f} million are finite"
 

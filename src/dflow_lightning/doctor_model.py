@@ -21,7 +21,8 @@ from torch import Tensor
 
 from dflow_lightning.attention import choose
 from dflow_lightning.blocks import gather_slots, slot_positions
-from dflow_lightning.doctor_check import FoundError, Step
+from dflow_lightning.checks import FailedError
+from dflow_lightning.doctor_check import Step
 from dflow_lightning.doctor_loaded import (
     NUM_BLOCKS,
     Loaded,
@@ -54,7 +55,7 @@ def taps(preflight: Preflight) -> str:
             far = distance(found, wanted[index])
             worst = max(worst, far)
             if not far <= here.tolerance:
-                raise FoundError(_other_layer(index, far, found, wanted))
+                raise FailedError(_other_layer(index, far, found, wanted))
     ids = " ".join(str(index + 1) for index in layer_ids)
     return f"are hidden_states {ids} of Hugging Face (at most {worst:.1e} apart)"
 
@@ -90,7 +91,7 @@ def positions(preflight: Preflight) -> str:
     clean_TC = inputs.taps_BSC[0, index_NK][counts_BNK[0]]
     far = distance(found_BNKC[counts_BNK], clean_TC)
     if not far <= here.tolerance:
-        raise FoundError(
+        raise FailedError(
             f"rows of verified blocks are {far:.1e} from those of the clean forward at the same "
             "positions; set model.target.attn_implementation to sdpa or eager"
         )
@@ -104,7 +105,7 @@ def rope(preflight: Preflight) -> str:
     theirs = here.target.config.rope_parameters
     mend = "start from another model.init_from, or leave it out"
     if ours["rope_theta"] != theirs.get("rope_theta"):
-        raise FoundError(
+        raise FailedError(
             f"the drafter's rope_theta is {ours['rope_theta']}, the target's "
             f"{theirs.get('rope_theta')}; {mend}"
         )
@@ -114,7 +115,7 @@ def rope(preflight: Preflight) -> str:
     if wanted is not None and wanted.shape == found.shape:
         far = distance(found.cpu(), wanted.cpu())
         if not far <= 1e-5:
-            raise FoundError(
+            raise FailedError(
                 f"the drafter's RoPE frequencies are {far:.1e} from those that the target runs "
                 f"with, though both configurations say {ours['rope_theta']:g}; {mend}"
             )
@@ -134,7 +135,7 @@ def final_norm(preflight: Preflight) -> str:
     wanted = here.target.model(ids_S[None], use_cache=False).logits
     far = distance(here.target.head(output.hidden_BQD), wanted)
     if not far <= here.tolerance:
-        raise FoundError(
+        raise FailedError(
             f"the head's input gives logits that are {far:.1e} from the target's own: the final "
             "norm is missing or applied twice; install the tested transformers (see packages)"
         )
@@ -143,7 +144,7 @@ def final_norm(preflight: Preflight) -> str:
     scale_D = getattr(here.drafter.norm, "weight", torch.ones(hidden.shape[-1])).to(hidden)
     size = float((hidden / scale_D).square().mean(-1).sqrt().sub(1).abs().max())
     if bool((scale_D.abs() > 1e-3).all()) and not size <= NORM_TOLERANCE:
-        raise FoundError(
+        raise FailedError(
             f"the drafter's output has a root mean square that is {size:.2f} from 1: its final "
             "norm is missing; start from another model.init_from"
         )
@@ -170,7 +171,7 @@ def attention(preflight: Preflight) -> str:
     if chosen == "auto":
         chosen = choose("auto", NUM_BLOCKS, here.device, found.dtype)
     if not far <= max(here.tolerance, ROUNDED_TOLERANCE * (found.dtype != torch.float32)):
-        raise FoundError(
+        raise FailedError(
             f"model.attention {chosen} is {far:.1e} from a dense mask; set model.attention to dense"
         )
     return f"{chosen} sees what a dense mask shows ({far:.1e} apart)"

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflow_lightning.checks import DoubtError, FailedError, SkippedError
 from dflow_lightning.data.datamodule import Batch, ChatDataModule, load_tokenizer
 from dflow_lightning.data.prepare_target import end_token_id, stop_token_ids
 from dflow_lightning.data.prepared import is_prepared, read_manifest
@@ -30,7 +31,7 @@ from dflow_lightning.data.sets import check_manifest
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.token_rows import PreparedRows
 from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.doctor_check import DoubtError, FoundError, SkippedError, Step
+from dflow_lightning.doctor_check import Step
 from dflow_lightning.doctor_environment import Environment, shown
 from dflow_lightning.plan import empty_target
 from dflow_lightning.target import FrozenTarget
@@ -101,7 +102,7 @@ def data_files(preflight: Preflight) -> str:
     """Every path that the recipe names."""
     missing = [f"{field}: {path}" for path, field in preflight.sets.items() if not path.exists()]
     if missing:
-        raise FoundError(f"{', '.join(missing)} does not exist; mend the path or prepare the data")
+        raise FailedError(f"{', '.join(missing)} does not exist; mend the path or prepare the data")
     first = shown(next(iter(preflight.sets)))
     return first + (f" and {len(preflight.sets) - 1} more" if len(preflight.sets) > 1 else "")
 
@@ -125,13 +126,13 @@ def template(preflight: Preflight) -> str:
     for text in texts:
         head, found, rendered = rendered.partition(text)
         if not found:
-            raise FoundError(
+            raise FailedError(
                 f"target: the chat template leaves out {text!r} of {texts}; use the target's own"
             )
         before.append(head)
     mend = "put the target's own chat_template.jinja into its folder"
     if before[1] == before[2]:
-        raise FoundError(
+        raise FailedError(
             f"target: the chat template writes {before[1]!r} before a user's text and before an "
             f"assistant's, so the target cannot tell who speaks; {mend}"
         )
@@ -139,7 +140,7 @@ def template(preflight: Preflight) -> str:
         segment.text for segment in encoder.segments(messages[:1], answer_next=True)
     ).rpartition(texts[0])[2]
     if not prompt.strip():
-        raise FoundError(
+        raise FailedError(
             f"target: the chat template does not begin an answer (add_generation_prompt); {mend}"
         )
     stops = stop_token_ids(preflight.target_path, preflight.tokenizer)
@@ -165,7 +166,7 @@ def batches(preflight: Preflight) -> str:
     longest, limit = preflight.data.longest_row, preflight.recipe.data.max_length
     context = preflight.empty_target.config.max_position_embeddings
     if longest > context:
-        raise FoundError(
+        raise FailedError(
             f"the longest row has {longest} tokens, but the target's context ends at {context}; "
             "shorten the rows"
         )
@@ -177,19 +178,19 @@ def masks(preflight: Preflight) -> str:
     rows = [mask_S for batch in preflight.batches for _, mask_S in documents(batch)]
     begun = sum(bool(mask_S[0]) for mask_S in rows)
     if begun:
-        raise FoundError(
+        raise FailedError(
             f"{begun} of {len(rows)} rows learn from their first token, so the prompt is in the "
             "loss mask (all ones?); prepare the data again with dflow-train prepare"
         )
     empty = sum(not bool(mask_S.any()) for mask_S in rows)
     mend = "look at one with dflow-train inspect, and prepare the data again"
     if empty == len(rows):
-        raise FoundError(f"no row has a supervised token (loss mask all zeros); {mend}")
+        raise FailedError(f"no row has a supervised token (loss mask all zeros); {mend}")
     if empty:
         raise DoubtError(f"{empty} of {len(rows)} rows have no supervised token; {mend}")
     short = sum(int(mask_S.sum()) < 2 for mask_S in rows)
     if short == len(rows):
-        raise FoundError(f"no row has two supervised tokens, which a block needs; {mend}")
+        raise FailedError(f"no row has two supervised tokens, which a block needs; {mend}")
     share = float(torch.cat([mask_S.float() for mask_S in rows]).mean())
     return f"{share:.0%} of the tokens of {len(rows)} rows are learned, no prompt among them"
 
@@ -216,13 +217,13 @@ def mask_id(preflight: Preflight) -> str:
     found = DrafterDims.resolve(config, preflight.empty_target).mask_token_id
     special = stop_token_ids(preflight.target_path, preflight.tokenizer)
     if found in special:
-        raise FoundError(
+        raise FailedError(
             f"drafter.mask_token_id is {found}, at which the target stops; "
             "give the id of a row that no text produces"
         )
     used = any(bool((ids_S == found).any()) for b in preflight.batches for ids_S, _ in documents(b))
     if used:
-        raise FoundError(
+        raise FailedError(
             f"drafter.mask_token_id is {found}, which the training data contain; "
             "give the id of a row that no text produces"
         )

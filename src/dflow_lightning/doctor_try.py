@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from dflow_lightning.blocks import Anchors, slot_labels
-from dflow_lightning.doctor_check import DoubtError, FoundError, SkippedError
+from dflow_lightning.checks import DoubtError, FailedError, SkippedError
 from dflow_lightning.doctor_loaded import MAX_TOKENS, Loaded, loaded
 from dflow_lightning.doctor_recipe import Preflight, documents
 from dflow_lightning.equality import EqualityCheck, first_difference
@@ -59,7 +59,7 @@ def overfit(preflight: Preflight) -> str:
         f"lr {lr:g}, {accepted:.0f} of {asked} drafts right"
     )
     if accepted < asked and not losses[-1] <= OVERFIT_SHARE * losses[0]:
-        raise FoundError(
+        raise FailedError(
             f"{said}; set model.optimizer.lr to something like 6e-4, and mend what is said above"
         )
     return said
@@ -98,7 +98,7 @@ def lossless(preflight: Preflight) -> str:
                 seed=number,
             )  # fmt: skip
             if gap is not None and not gap.excused:
-                raise FoundError(
+                raise FailedError(
                     f"answer {number} leaves plain decoding at token {at}, relay "
                     f"{'on' if relay else 'off'}; install the tested transformers (see packages)"
                 )

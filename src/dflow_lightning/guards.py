@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from dflow_lightning.atomic import take_place
+from dflow_lightning.atomic import staged_file
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.data.token_rows import Batch
 from dflow_lightning.errors import InputError, RunError
@@ -214,7 +214,5 @@ def sample_names(trainer: Trainer, ids: list[int]) -> list[str]:
 
 def save(content: dict[str, Any], path: Path) -> None:
     """Write a file of tensors and plain values as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.partial")
-    torch.save(content, staged)
-    take_place(staged, path)
+    with staged_file(path) as staged:
+        torch.save(content, staged)

@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from torch import Tensor
 from dflow_lightning import atomic, integrity
 from dflow_lightning.bench import versions
 from dflow_lightning.bench_suite import suite_path
+from dflow_lightning.checks import Check, FailedError, Found, SkippedError, outcome
 from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import Completion, SpeculativeDecoder
 from dflow_lightning.dims import DrafterDims, choose_mask_token_id
@@ -58,17 +59,6 @@ TAU_TOLERANCE = 0.15
 TEMPERATURES = (0.0, 1.0)
 BATCH_SIZE = 4
 NUM_COMPILED = 4  # prompts that the compiled decoder and a package are tried on
-Status = Literal["ok", "FAIL", "skip"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report; `values` are its numbers, for the JSON file."""
-
-    name: str
-    status: Status
-    detail: str
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,18 +92,6 @@ class Subject:
     @property
     def relay_modes(self) -> list[bool]:
         return [False] if self.loaded.relay is None else [True, False]
-
-
-class SkippedError(Exception):
-    """A check has nothing to compare with; the message says what is missing."""
-
-
-class FailedError(Exception):
-    """A check found something; `values` are its numbers."""
-
-    def __init__(self, message: str, values: dict[str, Any] | None = None) -> None:
-        super().__init__(message)
-        self.values = values or {}
 
 
 def validate_export_command(
@@ -185,20 +163,10 @@ def validate_export(subject: Subject) -> Iterator[Check]:
         if unusable and check is not engine_contract:
             yield Check(name, "skip", unusable)
             continue
-        try:
-            detail, values = check(subject)
-            yield Check(name, "ok", detail, values)
-        except SkippedError as reason:
-            yield Check(name, "skip", str(reason))
-        except FailedError as found:
-            yield Check(name, "FAIL", str(found), found.values)
-        except InputError as error:
-            yield Check(name, "FAIL", str(error))
-            if check is files:
-                unusable = "the drafter does not load"
-
-
-Found = tuple[str, dict[str, Any]]  # what an ok line says, and its numbers
+        found = outcome(name, check, subject)
+        if check is files and found.status == "FAIL":
+            unusable = "the drafter does not load"
+        yield found
 
 
 def files(subject: Subject) -> Found:
