@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from dflow_lightning.arguments import OneSentence
 from dflow_lightning.checkpoint import FOLDER, Checkpointing, SavedRun, find_checkpoint
 from dflow_lightning.data.datamodule import ChatDataModule
+from dflow_lightning.eagle3_module import Eagle3Module
 from dflow_lightning.errors import InputError
 from dflow_lightning.guards import Guards
 from dflow_lightning.module import DrafterModule
@@ -24,6 +25,7 @@ from dflow_lightning.rollout import OnlineRollout
 from dflow_lightning.signals import GracefulStop, Signals, Stopped
 from dflow_lightning.strategy import check_name
 from dflow_lightning.tracking import RecipeRecord, Tracking
+from dflow_lightning.training_module import BLOCK, Method
 from dflow_lightning.validation import ValidationDecoding
 
 RUNS = Path("runs")
@@ -34,8 +36,13 @@ SECTIONS = {
     "guards": Guards,
     "checkpoint": Checkpointing,
 }
+MODULES: dict[Method, type] = {"block": DrafterModule, "eagle3": Eagle3Module}
 INTERPOLATION = {"parser_mode": "omegaconf+"}  # plain `omegaconf` leaves stale values behind
 COMMANDS = ("fit", "validate", "test")
+METHOD_HELP = (
+    "What is trained: `block` is a block drafter (DFlash, DFlow), `eagle3` the autoregressive "
+    "baseline. It decides which settings `model` has."
+)
 
 
 class RunParser(OneSentence, LightningArgumentParser):
@@ -47,8 +54,9 @@ class TrainCLI(LightningCLI):
 
     def __init__(self, args: Sequence[str], signals: Signals):
         self._signals = signals
+        self._method = method_of(args)
         super().__init__(
-            DrafterModule,
+            MODULES[self._method],
             ChatDataModule,
             args=list(args),
             parser_class=RunParser,
@@ -75,8 +83,9 @@ class TrainCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The sections beside model, data and trainer, and the values that must agree."""
-        for section, callback in SECTIONS.items():
+        for section, callback in sections(self._method).items():
             parser.add_lightning_class_args(callback, section)
+        parser.add_argument("--method", type=Method, default=BLOCK, help=METHOD_HELP)
         parser.add_argument(
             "--run_dir",
             type=Path | None,
@@ -170,6 +179,39 @@ class TrainCLI(LightningCLI):
         line = decoded_line(self.trainer.callback_metrics, prefix)
         if line and self.trainer.is_global_zero:
             print(f"decoded: {line}")
+
+
+def sections(method: Method) -> dict[str, Any]:
+    """The sections of a method's recipe beside model, data and trainer; EAGLE-3 rolls out nothing."""
+    return {k: v for k, v in SECTIONS.items() if method == BLOCK or k != "rollout"}
+
+
+def method_of(args: Sequence[str]) -> Method:
+    """The method that recipes and command line name, the last one; it decides on the parser.
+
+    Raises:
+        InputError: there is no such method.
+    """
+    found: Any = BLOCK
+    for option, value in zip(args, [*args[1:], ""], strict=True):
+        key, equals, attached = option.partition("=")
+        given = attached if equals else value
+        if key == "--method":
+            found = given
+        elif key in ("-c", "--config"):
+            found = _method_in(given, found)
+    if found not in MODULES:
+        raise InputError(f"method is {found}; choose of {', '.join(MODULES)}")
+    return found
+
+
+def _method_in(recipe: str, default: Any) -> Any:
+    """The recipe's `method`; what cannot be read is refused by the parser, not here."""
+    try:
+        content = yaml.safe_load(Path(recipe).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return default
+    return content.get("method", default) if isinstance(content, dict) else default
 
 
 def as_list(value: Any) -> list[Any]:

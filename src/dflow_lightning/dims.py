@@ -37,8 +37,8 @@ class DrafterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterDims:
-    """Every number a drafter is built from, resolved and checked against its target."""
+class LayerDims:
+    """The numbers that layers, context and verification are built from, checked."""
 
     hidden_size: int
     intermediate_size: int
@@ -52,14 +52,13 @@ class DrafterDims:
     vocab_size: int
     initializer_range: float
     block_size: int
-    mask_token_id: int
     target_layer_ids: list[int]
     num_target_layers: int
 
     def __post_init__(self) -> None:
         if self.block_size < 2:
             raise InputError(
-                f"drafter.block_size is {self.block_size}; a block needs an anchor and a mask, "
+                f"drafter.block_size is {self.block_size}; a block needs an anchor and a draft, "
                 "give 2 or more"
             )
         counts = "num_layers intermediate_size num_attention_heads num_key_value_heads head_dim"
@@ -79,48 +78,6 @@ class DrafterDims:
             )
         check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
 
-    @classmethod
-    def resolve(cls, config: DrafterConfig, target: FrozenTarget) -> DrafterDims:
-        """Fill what the user left out from the target, and check what they gave."""
-        source = target.config
-        for key in ("rms_norm_eps", "rope_parameters"):
-            if not getattr(source, key, None):
-                raise InputError(
-                    f"target: {target.name} has no {key}; the drafter's layers are Qwen3's, "
-                    "choose a target with RMS norms and RoPE"
-                )
-
-        def given(name: str) -> int:
-            value = getattr(config, name)
-            return getattr(source, name) if value is None else value
-
-        layer_ids = config.target_layer_ids
-        if layer_ids is None:
-            layer_ids = default_target_layer_ids(target.num_layers, config.num_layers)
-        head_dim = config.head_dim
-        if head_dim is None:
-            whole = source.hidden_size // source.num_attention_heads
-            head_dim = getattr(source, "head_dim", None) or whole
-        # The drafter turns whole heads, whatever share of its own the target turns.
-        rope = {k: v for k, v in source.rope_parameters.items() if k != "partial_rotary_factor"}
-        return cls(
-            hidden_size=source.hidden_size,
-            intermediate_size=given("intermediate_size"),
-            num_layers=config.num_layers,
-            num_attention_heads=given("num_attention_heads"),
-            num_key_value_heads=given("num_key_value_heads"),
-            head_dim=head_dim,
-            rms_norm_eps=source.rms_norm_eps,
-            rope_parameters=rope,
-            max_position_embeddings=source.max_position_embeddings,
-            vocab_size=target.vocab_size,
-            initializer_range=getattr(source, "initializer_range", 0.02),
-            block_size=config.block_size,
-            mask_token_id=choose_mask_token_id(config.mask_token_id, target),
-            target_layer_ids=list(layer_ids),
-            num_target_layers=target.num_layers,
-        )
-
     def qwen3_config(self) -> Qwen3Config:
         """The same numbers as a Qwen3 configuration, which serving stacks read."""
         return Qwen3Config(
@@ -132,6 +89,67 @@ class DrafterDims:
             max_position_embeddings=self.max_position_embeddings, tie_word_embeddings=False,
             initializer_range=self.initializer_range, attention_bias=False, attention_dropout=0.0,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterDims(LayerDims):
+    """Every number a block drafter is built from, resolved and checked against its target."""
+
+    mask_token_id: int
+
+    @classmethod
+    def resolve(cls, config: DrafterConfig, target: FrozenTarget) -> DrafterDims:
+        """Fill what the user left out from the target, and check what they gave."""
+        return cls(
+            mask_token_id=choose_mask_token_id(config.mask_token_id, target),
+            **layer_numbers(config, target, config.num_layers, config.num_layers),
+        )
+
+
+def layer_numbers(config: Any, target: FrozenTarget, layers: int, taps: int) -> dict[str, Any]:
+    """The numbers of `LayerDims`: those that a user's configuration gives, the rest the target's.
+
+    Args:
+        layers: decoder layers of the drafter.
+        taps: target layers to tap, where the configuration names none.
+    """
+    source = target.config
+    for key in ("rms_norm_eps", "rope_parameters"):
+        if not getattr(source, key, None):
+            raise InputError(
+                f"target: {target.name} has no {key}; the drafter's layers are Qwen3's, "
+                "choose a target with RMS norms and RoPE"
+            )
+
+    def given(name: str) -> int:
+        value = getattr(config, name)
+        return getattr(source, name) if value is None else value
+
+    layer_ids = config.target_layer_ids
+    if layer_ids is None:
+        layer_ids = default_target_layer_ids(target.num_layers, taps)
+    head_dim = config.head_dim
+    if head_dim is None:
+        whole = source.hidden_size // source.num_attention_heads
+        head_dim = getattr(source, "head_dim", None) or whole
+    # The drafter turns whole heads, whatever share of its own the target turns.
+    rope = {k: v for k, v in source.rope_parameters.items() if k != "partial_rotary_factor"}
+    return {
+        "hidden_size": source.hidden_size,
+        "intermediate_size": given("intermediate_size"),
+        "num_layers": layers,
+        "num_attention_heads": given("num_attention_heads"),
+        "num_key_value_heads": given("num_key_value_heads"),
+        "head_dim": head_dim,
+        "rms_norm_eps": source.rms_norm_eps,
+        "rope_parameters": rope,
+        "max_position_embeddings": source.max_position_embeddings,
+        "vocab_size": target.vocab_size,
+        "initializer_range": getattr(source, "initializer_range", 0.02),
+        "block_size": config.block_size,
+        "target_layer_ids": list(layer_ids),
+        "num_target_layers": target.num_layers,
+    }
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:

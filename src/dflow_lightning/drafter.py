@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflow_lightning.attention import Backend, block_attention, choose
 from dflow_lightning.blocks import slot_positions
-from dflow_lightning.dims import DrafterDims
+from dflow_lightning.dims import DrafterDims, LayerDims
 from dflow_lightning.target import FrozenTarget
 
 
@@ -116,7 +116,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated feed-forward layer with SiLU."""
 
-    def __init__(self, dims: DrafterDims) -> None:
+    def __init__(self, dims: LayerDims) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(dims.hidden_size, dims.intermediate_size, bias=False)
         self.up_proj = nn.Linear(dims.hidden_size, dims.intermediate_size, bias=False)
@@ -224,11 +224,7 @@ class Drafter(nn.Module):
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine for rotation, `[B, 1, ..., E]`."""
-        frequencies = self.inverse_frequencies.to(positions.device)
-        angles = positions.unsqueeze(1).unsqueeze(-1).float() * frequencies
-        angles = torch.cat([angles, angles], dim=-1)
-        cos, sin = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
-        return cos.to(dtype), sin.to(dtype)
+        return rope_at(self.inverse_frequencies, self._rope_scale, positions, dtype)
 
 
 @torch.no_grad()
@@ -253,7 +249,7 @@ def start_from_target(drafter: Drafter, target: FrozenTarget) -> None:
         drafter.norm.weight.copy_(scale)
 
 
-def rope_frequencies(dims: DrafterDims) -> tuple[Tensor, float]:
+def rope_frequencies(dims: LayerDims) -> tuple[Tensor, float]:
     """Inverse frequencies in float32 and the scale of cosine and sine, for any RoPE type."""
     kind = dims.rope_parameters.get("rope_type", "default")
     if kind != "default":
@@ -261,6 +257,15 @@ def rope_frequencies(dims: DrafterDims) -> tuple[Tensor, float]:
         return frequencies.float(), scale
     exponents = torch.arange(0, dims.head_dim, 2, dtype=torch.float32) / dims.head_dim
     return 1.0 / dims.rope_parameters["rope_theta"] ** exponents, 1.0
+
+
+def rope_at(
+    frequencies: Tensor, scale: float, positions: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of positions `[B, ...]`, each `[B, 1, ..., E]`; the angles are float32."""
+    angles = positions.unsqueeze(1).unsqueeze(-1).float() * frequencies.to(positions.device)
+    angles = torch.cat([angles, angles], dim=-1)
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

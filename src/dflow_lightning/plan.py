@@ -16,7 +16,7 @@ from jsonargparse import ActionConfigFile
 from lightning.pytorch import Trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dflow_lightning.cli import INTERPOLATION, SECTIONS, RunParser
+from dflow_lightning.cli import INTERPOLATION, METHOD_HELP, SECTIONS, RunParser, method_of
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.data.prepare_verify import read_on_policy
 from dflow_lightning.data.prepared import is_prepared
@@ -29,6 +29,7 @@ from dflow_lightning.plan_memory import GIB, PRECISIONS, RESERVE, Plan, Sharding
 from dflow_lightning.plan_work import Work
 from dflow_lightning.relay import RelayConfig
 from dflow_lightning.target import UNREADABLE, FrozenTarget
+from dflow_lightning.training_module import BLOCK, Method
 
 GPUS = "Processes with one GPU each; by default trainer.devices, 1 where that is no number."
 TARGET_CONFIG = "The target's config.json or its folder, where the target is not at hand."
@@ -54,7 +55,13 @@ def run(args: Sequence[str]) -> int:
 
 
 def parse(args: Sequence[str]) -> Any:
-    """The merged recipe, read and checked as `fit` does, and the options of this command."""
+    """The merged recipe, read and checked as `fit` does, and the options of this command.
+
+    Raises:
+        InputError: the recipe is of a method that is not planned for.
+    """
+    if (method := method_of(args)) != BLOCK:
+        raise InputError(f"method is {method}; plan and doctor know block drafters only, see fit")
     parser = RunParser(prog="dflow-train plan", **INTERPOLATION)  # type: ignore[arg-type]
     parser.add_argument("-c", "--config", action=ActionConfigFile, help="A recipe, then overlays.")
     parser.add_argument("--gpus", type=int | None, default=None, help=GPUS)
@@ -66,6 +73,7 @@ def parse(args: Sequence[str]) -> Any:
     sections: dict[str, Any] = {"model": DrafterModule, "data": ChatDataModule, "trainer": Trainer}
     for section, kind in (sections | SECTIONS).items():
         parser.add_lightning_class_args(kind, section)
+    parser.add_argument("--method", type=Method, default=BLOCK, help=METHOD_HELP)
     for name in ("seed_everything", "run_dir", "ckpt_path"):
         parser.add_argument(f"--{name}", type=Any, default=None, help="Not used here.")
     parser.link_arguments("model.target.path", "data.tokenizer")

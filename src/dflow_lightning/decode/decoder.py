@@ -11,8 +11,8 @@ from dflow_lightning.decode.request import Completion, Request, Update
 from dflow_lightning.decode.rounds import RoundTimer
 from dflow_lightning.decode.state import Models
 from dflow_lightning.decode.steps import Backend, Steps
-from dflow_lightning.drafter import Drafter
 from dflow_lightning.drafter_folder import load_export
+from dflow_lightning.eagle3 import AnyDrafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.relay import Relay
 from dflow_lightning.target import FrozenTarget
@@ -31,7 +31,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: FrozenTarget,
-        drafter: Drafter,
+        drafter: AnyDrafter,
         relay: Relay | None = None,
         *,
         first_rejected: bool = True,

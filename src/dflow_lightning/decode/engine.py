@@ -250,7 +250,13 @@ class Engine:
             layer_ids,
         )  # fmt: skip
         cache.rows_B = None
-        rounds.extend_context(models, state, rows_R, output.taps_BQC, positions_RQ)
+        next_ids_RQ = state.tokens_RT[
+            rows_R.unsqueeze(1), (positions_RQ + 1).clamp(max=self.capacity - 1)
+        ]
+        last_R = state.length_R[rows_R] - 1 - positions_RQ[:, 0]
+        rounds.extend_context(
+            models, state, rows_R, output.taps_BQC, positions_RQ, next_ids_RQ, last_R
+        )
         return output.hidden_BQD
 
     def _first_tokens(self, rows_R: Tensor, hidden_R1D: Tensor, mode: Mode) -> list[list[int]]:

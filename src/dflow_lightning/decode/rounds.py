@@ -25,8 +25,10 @@ from dflow_lightning.acceptance import (
     rejected_token,
 )
 from dflow_lightning.blocks import slot_positions
+from dflow_lightning.decode import eagle3
 from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
 from dflow_lightning.draft import draft_hidden, embed_blocks, relay_correction
+from dflow_lightning.eagle3 import Eagle3Drafter
 from dflow_lightning.relay import align
 
 
@@ -133,6 +135,10 @@ def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tenso
     """Draft slots 1..K-1 in one drafter forward (N = 1 block a request)."""
     if models.drafter is None:
         return Drafts(state.tokens_RT[:, :0])
+    if isinstance(models.drafter, Eagle3Drafter):
+        return Drafts(
+            *eagle3.draft(models, state, sampled=mode.rejection, filtered=mode.filtered)
+        )
     anchor_R1 = state.anchor_R.unsqueeze(1)
     anchor_ids_R1 = state.tokens_RT.gather(1, anchor_R1)
     x_RNKD = embed_blocks(models.target, models.drafter, anchor_ids_R1, correction_RNKD)
@@ -197,14 +203,24 @@ def causal(positions_RQ: Tensor, length: int) -> Tensor:
 
 
 def extend_context(
-    models: Models, state: DecodeState, rows_R: Tensor, taps_RKC: Tensor, positions_RK: Tensor
-) -> Tensor | None:
+    models: Models, state: DecodeState, rows_R: Tensor, taps_RKC: Tensor, positions_RK: Tensor,
+    next_ids_RK: Tensor, last_R: Tensor,
+) -> Tensor | None:  # fmt: skip
     """Write the drafter's context of requests `rows_R`; returns the features `h`, `[R, K, D]`.
 
     All rows are projected once, for context and relay alike. Rows on the rejected branch are
     written too: the next block's anchor lies before them, so they are never seen.
+
+    Args:
+        next_ids_RK, last_R: the token after each row, and the last row before the next anchor;
+            a block drafter needs neither.
     """
     if models.drafter is None:
+        return None
+    if isinstance(models.drafter, Eagle3Drafter):
+        eagle3.extend_context(
+            models, state, rows_R, taps_RKC, positions_RK, next_ids_RK, last_R
+        )
         return None
     h_RKD = models.drafter.project(taps_RKC.to(models.drafter.fc.weight.dtype))
     index = (rows_R.unsqueeze(1), slice(None), positions_RK)
@@ -244,7 +260,10 @@ def commit_round(
     """Extend the drafter's context and commit; returns the report of `commit` and `h`."""
     positions_RK = slot_positions(state.anchor_R, verified.committed_RK.shape[1])
     rows_R = torch.arange(positions_RK.shape[0], device=positions_RK.device)
-    h_RKD = extend_context(models, state, rows_R, verified.taps_RKC, positions_RK)
+    h_RKD = extend_context(
+        models, state, rows_R, verified.taps_RKC, positions_RK, verified.committed_RK,
+        verified.num_accepted_R,
+    )  # fmt: skip
     return commit(state, verified.committed_RK, verified.num_accepted_R), h_RKD
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dflow_lightning.acceptance import Sampling, position_uniforms
 from dflow_lightning.decode.request import Request
-from dflow_lightning.drafter import ContextKV, Drafter
+from dflow_lightning.drafter import ContextKV
+from dflow_lightning.eagle3 import AnyDrafter, Eagle3Drafter
 from dflow_lightning.relay import Relay, RelayInput
 from dflow_lightning.target import FrozenTarget, SlotCache
 
@@ -26,7 +27,7 @@ class Models:
     """The parts that a round runs; without a drafter a round is one step of plain decoding."""
 
     target: FrozenTarget
-    drafter: Drafter | None
+    drafter: AnyDrafter | None
     relay: Relay | None = None
     first_rejected: bool = True
 
@@ -47,6 +48,7 @@ class DecodeState:
         noise_RTC: uniform numbers per absolute position: the target's choice and, for rejection
             sampling, acceptance and the block's drafts, keyed by their anchor.
         relay: aligned rows and boundary tokens of the next block (N = 1 block a request).
+        feature_RD: the feature of the row before the anchor, for an EAGLE-3 drafter.
     """
 
     tokens_RT: Tensor
@@ -59,6 +61,7 @@ class DecodeState:
     target_cache: SlotCache
     context: list[ContextKV]
     relay: RelayInput | None
+    feature_RD: Tensor | None = None
 
     @property
     def anchor_R(self) -> Tensor:
@@ -87,6 +90,7 @@ class DecodeState:
             target_cache=models.target.new_cache(capacity, num_slots),
             context=_empty_context(models.drafter, num_slots, capacity),
             relay=empty_relay(models, num_slots),
+            feature_RD=_empty_feature(models.drafter, num_slots),
         )
 
     def admit(self, slot: int, request: Request, capacity: int) -> None:
@@ -142,7 +146,7 @@ def _each(group, count: int):
     return type(group)(**{f.name: getattr(group, f.name)[:count] for f in fields(group)})
 
 
-def _empty_context(drafter: Drafter | None, rows: int, capacity: int) -> list[ContextKV]:
+def _empty_context(drafter: AnyDrafter | None, rows: int, capacity: int) -> list[ContextKV]:
     if drafter is None:
         return []
     dims, weight = drafter.dims, drafter.fc.weight
@@ -150,6 +154,12 @@ def _empty_context(drafter: Drafter | None, rows: int, capacity: int) -> list[Co
     return [
         ContextKV(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(dims.num_layers)
     ]
+
+
+def _empty_feature(drafter: AnyDrafter | None, rows: int) -> Tensor | None:
+    if not isinstance(drafter, Eagle3Drafter):
+        return None
+    return drafter.fc.weight.new_zeros(rows, drafter.dims.hidden_size)
 
 
 def empty_relay(models: Models, rows: int) -> RelayInput | None:

@@ -1,0 +1,93 @@
+"""Drafting with an EAGLE-3 drafter: block_size - 1 steps, each on the token of the one before.
+
+What the state carries is what every drafter's does, the context of clean rows, and one row more:
+the feature before the anchor, with which the first step begins. A context column holds the pair of
+its row, the feature there and the token after it. Rounds write the columns of what they commit;
+that of the last committed row is written by the next draft, which has both halves also after a
+prompt.
+
+Shapes: R requests, K slots of a block, J = K-1 drafts, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflow_lightning.acceptance import draw, probabilities
+from dflow_lightning.decode.state import DecodeState, Models
+from dflow_lightning.drafter import ContextKV
+from dflow_lightning.eagle3 import Eagle3Drafter, Unroll
+
+
+def draft(
+    models: Models, state: DecodeState, *, sampled: bool, filtered: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Draft J tokens, greedily, or drawn from the drafter's distribution for rejection sampling.
+
+    Returns:
+        the drafts, `[R, J]`, and their distributions, `[R, J, V]`, if they are drawn.
+    """
+    target, drafter = models.target, models.drafter
+    assert isinstance(drafter, Eagle3Drafter)
+    assert state.feature_RD is not None
+    anchor_R1 = state.anchor_R.unsqueeze(1)
+    first_R1 = (anchor_R1 - 1).clamp(min=0)  # a free slot has no row before its anchor
+    # Drafts are keyed by the anchor, as in `rounds.draft`.
+    index_R1C = anchor_R1.unsqueeze(-1).expand(-1, 1, state.noise_RTC.shape[-1])
+    noise_RC = state.noise_RTC.gather(1, index_R1C)[:, 0]
+    (context,) = state.context
+    steps = Unroll(drafter, state.feature_RD.unsqueeze(1), first_R1, context)
+    token_R1 = state.tokens_RT.gather(1, anchor_R1)
+    tokens, distributions = [], []
+    for number in range(models.block_size - 1):
+        hidden_R1D = steps.advance(target.embed(token_R1).to(drafter.fc.weight.dtype))
+        logits_R1V = target.head(hidden_R1D.to(target.dtype))
+        if sampled:
+            draft_R1V = probabilities(logits_R1V, state.sampling, filtered=filtered)
+            token_R1 = draw(draft_R1V, noise_RC[:, 2 + number : 3 + number])
+            distributions.append(draft_R1V)
+        else:
+            token_R1 = logits_R1V.argmax(-1)
+        tokens.append(token_R1)
+    _keep_first(state, first_R1, steps.own[0], context)
+    return torch.cat(tokens, dim=1), torch.cat(distributions, dim=1) if sampled else None
+
+
+def _keep_first(state: DecodeState, first_R1: Tensor, pair: ContextKV, context: ContextKV) -> None:
+    """Write the first step's pair into its context column, for the rounds to come.
+
+    Not for a slot that reads its prompt: it steps on leftovers, beside columns that are final.
+    """
+    rows_R1 = torch.arange(first_R1.shape[0], device=first_R1.device).unsqueeze(1)
+    index = (rows_R1, slice(None), first_R1)
+    reading_R111 = state.done_R[:, None, None, None]
+    for buffer, fresh in ((context.keys, pair.keys), (context.values, pair.values)):
+        buffer[index] = torch.where(reading_R111, buffer[index], fresh.transpose(1, 2))
+
+
+def extend_context(
+    models: Models, state: DecodeState, rows_R: Tensor, taps_RKC: Tensor, positions_RK: Tensor,
+    next_ids_RK: Tensor, last_R: Tensor,
+) -> None:  # fmt: skip
+    """Write the context of requests `rows_R` and keep the feature of their last clean row.
+
+    Rows behind it are written too: what comes next writes over them before they are seen.
+
+    Args:
+        next_ids_RK: the token after each row.
+        last_R: which row is the last before the anchor; beyond the rows while a prompt is read.
+    """
+    drafter = models.drafter
+    assert isinstance(drafter, Eagle3Drafter)
+    assert state.feature_RD is not None
+    dtype = drafter.fc.weight.dtype
+    h_RKD = drafter.project(taps_RKC.to(dtype))
+    embeds_RKD = models.target.embed(next_ids_RK).to(dtype)
+    fresh = drafter.context_kv(h_RKD, embeds_RKD, positions_RK)
+    (context,) = state.context
+    index = (rows_R.unsqueeze(1), slice(None), positions_RK)
+    context.keys[index] = fresh.keys.transpose(1, 2)
+    context.values[index] = fresh.values.transpose(1, 2)
+    last_R11 = last_R.clamp(max=h_RKD.shape[1] - 1)[:, None, None]
+    state.feature_RD[rows_R] = h_RKD.take_along_dim(last_R11, dim=1).squeeze(1)
