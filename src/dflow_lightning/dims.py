@@ -7,8 +7,12 @@ from typing import Any
 
 from transformers import Qwen3Config
 
+from dflow_lightning.causal_head import CausalHeadConfig
 from dflow_lightning.errors import InputError
 from dflow_lightning.target import FrozenTarget
+
+
+HEAD = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")  # of the causal head
 
 
 @dataclass(kw_only=True)
@@ -38,7 +42,10 @@ class DrafterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterDims:
-    """Every number a drafter is built from, resolved and checked against its target."""
+    """Every number a drafter is built from, resolved and checked against its target.
+
+    Those of the causal head are None where the drafter has none.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -55,6 +62,9 @@ class DrafterDims:
     mask_token_id: int
     target_layer_ids: list[int]
     num_target_layers: int
+    gru_hidden_dim: int | None = None
+    emb_dim: int | None = None
+    pure_draft_prefix_len: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 2:
@@ -78,9 +88,21 @@ class DrafterDims:
                 "drafter: the RoPE base (rope_theta) is missing; copy the target's rope_parameters"
             )
         check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
+        prefix = self.pure_draft_prefix_len
+        if prefix is not None and not 0 <= prefix < self.block_size - 1:
+            raise InputError(
+                f"causal_head.pure_draft_prefix_len is {prefix}, but a block of {self.block_size} "
+                f"has {self.block_size - 1} drafts and at least one is to be corrected; give 0 up "
+                f"to {self.block_size - 2}"
+            )
 
     @classmethod
-    def resolve(cls, config: DrafterConfig, target: FrozenTarget) -> DrafterDims:
+    def resolve(
+        cls,
+        config: DrafterConfig,
+        target: FrozenTarget,
+        causal_head: CausalHeadConfig = CausalHeadConfig(),  # noqa: B008
+    ) -> DrafterDims:
         """Fill what the user left out from the target, and check what they gave."""
         source = target.config
         for key in ("rms_norm_eps", "rope_parameters"):
@@ -119,6 +141,7 @@ class DrafterDims:
             mask_token_id=choose_mask_token_id(config.mask_token_id, target),
             target_layer_ids=list(layer_ids),
             num_target_layers=target.num_layers,
+            **{name: getattr(causal_head, name) for name in HEAD if causal_head.enabled},
         )
 
     def qwen3_config(self) -> Qwen3Config:

@@ -17,6 +17,7 @@ from torch import Tensor
 from dflow_lightning.acceptance import leading_run
 from dflow_lightning.attention import Backend
 from dflow_lightning.blocks import draw_anchors, slot_labels
+from dflow_lightning.causal_head import CausalHeadConfig, corrected_losses
 from dflow_lightning.data.datamodule import Batch, ChatDataModule
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.dims import DrafterConfig, DrafterDims
@@ -61,6 +62,7 @@ class DrafterModule(LightningModule):
         target: TargetConfig,
         drafter: DrafterConfig = DrafterConfig(),  # noqa: B008
         relay: RelayConfig = RelayConfig(),  # noqa: B008
+        causal_head: CausalHeadConfig = CausalHeadConfig(),  # noqa: B008
         loss: LossConfig = LossConfig(),  # noqa: B008
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
         num_anchors: int = 512,
@@ -75,6 +77,7 @@ class DrafterModule(LightningModule):
             target: the frozen target.
             drafter: shape of the drafter.
             relay: the relay; off is DFlash.
+            causal_head: Domino's causal head; off is DFlash or DFlow.
             loss: the objective.
             optimizer: optimizer and learning-rate schedule.
             num_anchors: mask-round blocks per sequence.
@@ -90,13 +93,14 @@ class DrafterModule(LightningModule):
         if num_anchors < 1:
             raise InputError(f"model.num_anchors is {num_anchors}; give 1 or more")
         self.target_config, self.relay_config = target, relay
+        self.causal_head_config = causal_head
         self.loss_config, self.optimizer_config = loss, optimizer
         self.num_anchors, self.seed = num_anchors, seed
         # FrozenTarget is no nn.Module: it never enters checkpoints, optimizers or reducers.
         self.target = FrozenTarget.load(
             target.path, dtype=_dtype(target.dtype), attn_implementation=target.attn_implementation
         )
-        dims = DrafterDims.resolve(drafter, self.target)
+        dims = DrafterDims.resolve(drafter, self.target, causal_head)
         self.drafter = Drafter(dims)
         self.drafter.gradient_checkpointing = gradient_checkpointing
         self.drafter.attention = attention
@@ -147,6 +151,8 @@ class DrafterModule(LightningModule):
         self._log_rounds("train", self._window, on_step=True)
         tokens = torch.tensor(float(batch.loss_mask_BS.numel()), device=self.device)
         self.log("train/tokens", self._all_reduce(tokens))
+        if self.drafter.causal_head is not None:
+            self.log("train/base_share", self.base_share)
         self.log("train/lr", self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr]
         return loss
 
@@ -231,10 +237,7 @@ class DrafterModule(LightningModule):
         targets = [slot_labels(batch.input_ids_BS, batch.loss_mask_BS, a, K) for a in all_anchors]
         labels_BNK = torch.cat([labels for labels, _ in targets], dim=1)
         supervised_BNK = torch.cat([supervised for _, supervised in targets], dim=1)
-        losses_BNK, predicted_BNK = token_losses(
-            hidden_BNKD[..., 1:, :], labels_BNK, self._head,
-            self.loss_config.blocks_at_once(K, self.target.vocab_size), self.target.head_weight,
-        )  # fmt: skip
+        losses_BNK, predicted_BNK = self._token_losses(inputs, hidden_BNKD[..., 1:, :], labels_BNK)
         weights_BNK = supervised_BNK * self._slot_weights_K
         accepted_BN = leading_run((predicted_BNK == labels_BNK) & supervised_BNK)
         valid_BN = torch.cat([a.valid_BN for a in all_anchors], dim=1)
@@ -243,6 +246,32 @@ class DrafterModule(LightningModule):
         )
         sizes = [a.positions_BN.shape[1] for a in all_anchors]
         return torch.stack([part.sum(dim=(0, 1)) for part in columns_BN4.split(sizes, dim=1)])
+
+    def _token_losses(
+        self, inputs: StepInputs, hidden_BNJD: Tensor, labels_BNJ: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and prediction of each predicted slot, a causal head fed with the data's tokens."""
+        size = self.loss_config.blocks_at_once(self.drafter.dims.block_size, self.target.vocab_size)
+        causal_head = self.drafter.causal_head
+        if causal_head is None:
+            return token_losses(
+                hidden_BNJD, labels_BNJ, self._head, size, self.target.head_weight
+            )
+        anchors_BN = torch.cat([r.anchors.positions_BN for r in inputs.rounds], dim=1)
+        anchor_ids_BN1 = inputs.batch.input_ids_BS.gather(1, anchors_BN).unsqueeze(-1)
+        before_BNJ = torch.cat([anchor_ids_BN1, labels_BNJ[..., :-1]], dim=-1)
+        before_BNJD = self.target.embed(before_BNJ).to(hidden_BNJD.dtype)
+        return corrected_losses(
+            causal_head, hidden_BNJD, before_BNJD, labels_BNJ, self._head, size, self.base_share
+        )
+
+    @property
+    def base_share(self) -> float:
+        """Weight of the loss of a causal head's body in this step, 0 outside of training."""
+        if self._trainer is None or not self.training:
+            return 0.0
+        total = int(self.trainer.estimated_stepping_batches)
+        return self.causal_head_config.base_share(self.global_step, total)
 
     def round_inputs(self, batch: Batch, current: Round) -> Tensor:
         """Slot inputs of one round, with gradient through the relay."""
@@ -320,6 +349,7 @@ class DrafterModule(LightningModule):
             "target_fingerprint": self.target.fingerprint,
             "drafter": asdict(self.drafter.dims),
             "relay": asdict(self.relay_config),
+            "causal_head": asdict(self.causal_head_config),
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -333,7 +363,8 @@ class DrafterModule(LightningModule):
                 "checkpoint: it was not written by dflow-train; give a .ckpt file of a run"
             )
         saved, here = checkpoint[CHECKPOINT_KEY], self.identity()
-        for section in ("drafter", "relay"):
+        saved = {"causal_head": {"enabled": False}} | saved  # of versions that had none
+        for section in ("causal_head", "relay", "drafter"):
             for name, value in here[section].items():
                 if saved.get(section, {}).get(name, value) != value:
                     raise InputError(
@@ -362,8 +393,9 @@ class DrafterModule(LightningModule):
         dims = saved["drafter"]
         shape = {name: dims[name] for name in DrafterConfig.__dataclass_fields__}
         module = cls(
-            target=config, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"])
-        )
+            target=config, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"]),
+            causal_head=CausalHeadConfig(**saved.get("causal_head", {})),
+        )  # fmt: skip
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])
         return module.eval()
