@@ -7,8 +7,12 @@ from typing import Any
 
 from transformers import Qwen3Config
 
+from dflow_lightning.causal_head import CausalHeadConfig
 from dflow_lightning.errors import InputError
 from dflow_lightning.target import FrozenTarget
+
+
+HEAD = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")  # of the causal head
 
 
 @dataclass(kw_only=True)
@@ -93,16 +97,38 @@ class LayerDims:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterDims(LayerDims):
-    """Every number a block drafter is built from, resolved and checked against its target."""
+    """Every number a block drafter is built from, resolved and checked against its target.
+
+    Those of the causal head are None where the drafter has none.
+    """
 
     mask_token_id: int
+    gru_hidden_dim: int | None = None
+    emb_dim: int | None = None
+    pure_draft_prefix_len: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        prefix = self.pure_draft_prefix_len
+        if prefix is not None and not 0 <= prefix < self.block_size - 1:
+            raise InputError(
+                f"causal_head.pure_draft_prefix_len is {prefix}, but a block of {self.block_size} "
+                f"has {self.block_size - 1} drafts and at least one is to be corrected; give 0 up "
+                f"to {self.block_size - 2}"
+            )
 
     @classmethod
-    def resolve(cls, config: DrafterConfig, target: FrozenTarget) -> DrafterDims:
+    def resolve(
+        cls,
+        config: DrafterConfig,
+        target: FrozenTarget,
+        causal_head: CausalHeadConfig = CausalHeadConfig(),  # noqa: B008
+    ) -> DrafterDims:
         """Fill what the user left out from the target, and check what they gave."""
         return cls(
             mask_token_id=choose_mask_token_id(config.mask_token_id, target),
             **layer_numbers(config, target, config.num_layers, config.num_layers),
+            **{name: getattr(causal_head, name) for name in HEAD if causal_head.enabled},
         )
 
 

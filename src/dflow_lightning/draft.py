@@ -1,14 +1,18 @@
 """From a block's start to its draft tokens: the steps that training and decoding share.
 
-Shapes: B batch, N blocks per sequence, K block size, D hidden.
+Shapes: B batch, N blocks per sequence, K block size, J = K-1 drafts, D hidden; R blocks of a chunk, V
+vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from dflow_lightning.blocks import slot_inputs
+from dflow_lightning.blocks import Anchors, slot_inputs
+from dflow_lightning.causal_head import CausalHead
 from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.loss import CHUNK_BYTES, blocks_within
 from dflow_lightning.relay import Relay, RelayInput
@@ -52,12 +56,48 @@ def draft_tokens(
     drafter: Drafter,
     x_BNKD: Tensor,
     context: list[ContextKV],
-    anchors_BN: Tensor,
-    starts_BN: Tensor | None = None,
+    anchors: Anchors,
+    anchor_ids_BN: Tensor,
+    gold_BNJ: Tensor | None = None,
 ) -> Tensor:
-    """Greedy drafts of slots 1..K-1, `[B, N, K-1]`, from one drafter forward."""
-    hidden_BNJD = draft_hidden(drafter, x_BNKD, context, anchors_BN, starts_BN)
-    return greedy_tokens(target, hidden_BNJD)
+    """Greedy drafts of slots 1..K-1, `[B, N, K-1]`, from one drafter forward.
+
+    Args:
+        gold_BNJ: tokens that a causal head reads in place of its own drafts.
+    """
+    hidden_BNJD = draft_hidden(drafter, x_BNKD, context, anchors.positions_BN, anchors.starts_BN)
+    if drafter.causal_head is None:
+        return greedy_tokens(target, hidden_BNJD)
+    return chained_tokens(target, drafter.causal_head, hidden_BNJD, anchor_ids_BN, gold_BNJ)
+
+
+def chained_tokens(
+    target: FrozenTarget,
+    causal_head: CausalHead,
+    hidden_BNJD: Tensor,
+    anchor_ids_BN: Tensor,
+    gold_BNJ: Tensor | None = None,
+) -> Tensor:
+    """Greedy drafts of a causal head, `[B, N, J]`: each reads those before it, or `gold_BNJ`."""
+    rows = [hidden_BNJD.flatten(0, 1), anchor_ids_BN.flatten()]
+    if gold_BNJ is not None:
+        rows.append(gold_BNJ.flatten(0, 1))
+    size = blocks_within(CHUNK_BYTES, hidden_BNJD.shape[2], target.vocab_size)
+    drafts = []
+    for hidden_RJD, *others in zip(*(part.split(size) for part in rows), strict=True):
+        logits_RJV = target.head(hidden_RJD.to(target.dtype))
+        embed = embedding(target, hidden_RJD.dtype)
+        drafts.append(causal_head.unroll(logits_RJV, hidden_RJD, embed, _best, *others))
+    return torch.cat(drafts).view(hidden_BNJD.shape[:-1])
+
+
+def embedding(target: FrozenTarget, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The target's embedding of token ids, in the type of a drafter."""
+    return lambda ids: target.embed(ids).to(dtype)
+
+
+def _best(logits_RV: Tensor, slot: int) -> Tensor:
+    return logits_RV.argmax(-1)
 
 
 def greedy_tokens(target: FrozenTarget, hidden_BNJD: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflow_lightning.attention import Backend, block_attention, choose
 from dflow_lightning.blocks import slot_positions
+from dflow_lightning.causal_head import CausalHead
 from dflow_lightning.dims import DrafterDims, LayerDims
 from dflow_lightning.target import FrozenTarget
 
@@ -160,6 +161,7 @@ class Drafter(nn.Module):
         gradient_checkpointing: keep only each layer's input for the backward pass, and run the
             layer once more there: a third more work for a small part of the memory.
         attention: the formulation that `auto` stands for; see `attention.block_attention`.
+        causal_head: Domino's, which turns the hidden states into drafts one by one; None in DFlash.
     """
 
     def __init__(self, dims: DrafterDims) -> None:
@@ -176,6 +178,7 @@ class Drafter(nn.Module):
             if isinstance(module, nn.Linear):
                 # Keeps its input's scale at every width; at 2,500 about 0.02, Qwen3's own value.
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        self.causal_head = causal_head(dims)  # after the body, which starts as without it
         # A plain attribute, not a buffer: no cast of the module may touch the float32 frequencies.
         self.inverse_frequencies, self._rope_scale = rope_frequencies(dims)
 
@@ -225,6 +228,19 @@ class Drafter(nn.Module):
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine for rotation, `[B, 1, ..., E]`."""
         return rope_at(self.inverse_frequencies, self._rope_scale, positions, dtype)
+
+
+def causal_head(dims: DrafterDims) -> CausalHead | None:
+    """The causal head of a drafter of these dimensions, untrained, if it has one."""
+    if dims.gru_hidden_dim is None or dims.emb_dim is None:
+        return None
+    return CausalHead(
+        dims.hidden_size,
+        dims.vocab_size,
+        gru_hidden_dim=dims.gru_hidden_dim,
+        emb_dim=dims.emb_dim,
+        pure_draft_prefix_len=dims.pure_draft_prefix_len or 0,
+    )
 
 
 @torch.no_grad()

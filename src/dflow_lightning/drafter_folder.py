@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflow_lightning import integrity
-from dflow_lightning.dims import DrafterDims, check_mask_token_id
+from dflow_lightning.dims import HEAD, DrafterDims, check_mask_token_id
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.relay import Relay
@@ -20,6 +20,8 @@ from dflow_lightning.target import FrozenTarget
 FORMAT_VERSION = 1
 ARCHITECTURE = "DFlashDraftModel"
 LAYOUT = "anchor_first"
+PROJECTOR = "domino"  # `projector_type` of a drafter with a causal head
+HEAD_PREFIX = "causal_head."  # of our names of its tensors; published ones begin without
 # Keys of published files that would make a different model, and the only values we can follow.
 NEUTRAL = {
     "is_causal": (False,),
@@ -32,6 +34,7 @@ NEUTRAL = {
     "input_embedding_scale": (1.0,),
     "output_multiplier": (1.0,),
     "final_logit_softcapping": (0.0,),
+    "projector_type": (PROJECTOR,),
 }
 
 
@@ -69,7 +72,8 @@ def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
         integrity.check_files(folder)
     drafter = Drafter(dims)
     dtype = config.get("dtype") or config.get("torch_dtype")
-    load_tensors(drafter, folder / "model.safetensors", dtype if "dflow_config" in config else None)
+    dtype = dtype if "dflow_config" in config else None
+    load_tensors(drafter, folder / "model.safetensors", dtype, inner=HEAD_PREFIX)
     relay, first_rejected = load_relay(folder, config, dims.hidden_size)
     integrity.check_unchanged(folder, config)
     for part in (drafter, relay):
@@ -123,6 +127,7 @@ def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
         **{key: key for key in ("num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size")},
         **{key: key for key in ("block_size", "mask_token_id", "target_layer_ids")},
         **{key: key for key in ("num_target_layers", "max_position_embeddings")},
+        **({key: key for key in HEAD} if draft.get("projector_type") else {}),
     }
     return DrafterDims(
         rope_parameters=rope_from_config(config, folder),

@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from dflow_lightning import atomic, integrity
 from dflow_lightning.decode.state import Models
-from dflow_lightning.dims import DrafterDims
+from dflow_lightning.dims import HEAD, DrafterDims
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.drafter_folder import (
     ARCHITECTURE,
     FORMAT_VERSION,
+    HEAD_PREFIX,
     LAYOUT,
+    PROJECTOR,
     LoadedDrafter,
     load_export,
 )
@@ -235,7 +237,7 @@ def _weights(part: nn.Module, dtype: str) -> dict[str, Tensor]:
             raise InputError(
                 f"checkpoint: {name} holds values that are not finite; export an earlier one"
             )
-        weights[name] = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
+        weights[name.removeprefix(HEAD_PREFIX)] = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
     return weights
 
 
@@ -261,6 +263,7 @@ def drafter_config(
             "block_size": dims.block_size,
             "mask_token_id": dims.mask_token_id,
             "target_layer_ids": list(dims.target_layer_ids),
+            **_head_config(dims),
         },
         "num_target_layers": dims.num_target_layers,
         "num_hidden_layers": dims.num_layers,
@@ -296,6 +299,14 @@ def drafter_config(
             "relay": None if relay is None else relay_config(relay, first_rejected),
         },
     }
+
+
+def _head_config(dims: DrafterDims) -> dict[str, Any]:
+    """What SGLang builds a causal head from; the slots stand as in DFlash, `shift_label` false."""
+    if dims.gru_hidden_dim is None:
+        return {}
+    sizes = {name: getattr(dims, name) for name in HEAD}
+    return {"projector_type": PROJECTOR, "shift_label": False, **sizes}
 
 
 def relay_config(relay: Relay, first_rejected: bool) -> dict[str, Any]:
@@ -338,6 +349,9 @@ def _compare(
             for one in (ours, theirs)
         ]
     same = torch.equal(*outputs) and (relay is None) == (loaded.relay is None)
+    if ours.causal_head is not None:  # which the body's output does not pass through
+        read = theirs.state_dict()
+        same &= all(torch.equal(t, read[name]) for name, t in ours.state_dict().items())
     if relay is not None and loaded.relay is not None:
         relay_state = loaded.relay.state_dict()
         same &= all(

@@ -16,6 +16,7 @@ from torch import Tensor
 from dflow_lightning.acceptance import leading_run
 from dflow_lightning.attention import Backend
 from dflow_lightning.blocks import draw_anchors, slot_labels
+from dflow_lightning.causal_head import CausalHeadConfig, corrected_losses
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.dims import DrafterConfig, DrafterDims
@@ -40,6 +41,7 @@ class DrafterModule(TrainingModule):
         target: TargetConfig,
         drafter: DrafterConfig = DrafterConfig(),  # noqa: B008
         relay: RelayConfig = RelayConfig(),  # noqa: B008
+        causal_head: CausalHeadConfig = CausalHeadConfig(),  # noqa: B008
         loss: LossConfig = LossConfig(),  # noqa: B008
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
         num_anchors: int = 512,
@@ -54,6 +56,7 @@ class DrafterModule(TrainingModule):
             target: the frozen target.
             drafter: shape of the drafter.
             relay: the relay; off is DFlash.
+            causal_head: Domino's causal head; off is DFlash or DFlow.
             loss: the objective.
             optimizer: optimizer and learning-rate schedule.
             num_anchors: mask-round blocks per sequence.
@@ -67,7 +70,8 @@ class DrafterModule(TrainingModule):
         """
         super().__init__(target, optimizer, num_anchors=num_anchors, seed=seed)
         self.relay_config, self.loss_config = relay, loss
-        dims = DrafterDims.resolve(drafter, self.target)
+        self.causal_head_config = causal_head
+        dims = DrafterDims.resolve(drafter, self.target, causal_head)
         self.drafter = Drafter(dims)
         self.drafter.gradient_checkpointing = gradient_checkpointing
         self.drafter.attention = attention
@@ -114,6 +118,8 @@ class DrafterModule(TrainingModule):
         self.prepared = None
         loss, _ = self.objective(inputs, self._window)
         self.log_step(batch)
+        if self.drafter.causal_head is not None:
+            self.log("train/base_share", self.base_share)
         return loss
 
     def objective(
@@ -167,10 +173,7 @@ class DrafterModule(TrainingModule):
         targets = [slot_labels(batch.input_ids_BS, batch.loss_mask_BS, a, K) for a in all_anchors]
         labels_BNK = torch.cat([labels for labels, _ in targets], dim=1)
         supervised_BNK = torch.cat([supervised for _, supervised in targets], dim=1)
-        losses_BNK, predicted_BNK = token_losses(
-            hidden_BNKD[..., 1:, :], labels_BNK, self._head,
-            self.loss_config.blocks_at_once(K, self.target.vocab_size), self.target.head_weight,
-        )  # fmt: skip
+        losses_BNK, predicted_BNK = self._token_losses(inputs, hidden_BNKD[..., 1:, :], labels_BNK)
         weights_BNK = supervised_BNK * self._slot_weights_K
         accepted_BN = leading_run((predicted_BNK == labels_BNK) & supervised_BNK)
         valid_BN = torch.cat([a.valid_BN for a in all_anchors], dim=1)
@@ -179,6 +182,32 @@ class DrafterModule(TrainingModule):
         )
         sizes = [a.positions_BN.shape[1] for a in all_anchors]
         return torch.stack([part.sum(dim=(0, 1)) for part in columns_BN4.split(sizes, dim=1)])
+
+    def _token_losses(
+        self, inputs: StepInputs, hidden_BNJD: Tensor, labels_BNJ: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and prediction of each predicted slot, a causal head fed with the data's tokens."""
+        size = self.loss_config.blocks_at_once(self.drafter.dims.block_size, self.target.vocab_size)
+        causal_head = self.drafter.causal_head
+        if causal_head is None:
+            return token_losses(
+                hidden_BNJD, labels_BNJ, self._head, size, self.target.head_weight
+            )
+        anchors_BN = torch.cat([r.anchors.positions_BN for r in inputs.rounds], dim=1)
+        anchor_ids_BN1 = inputs.batch.input_ids_BS.gather(1, anchors_BN).unsqueeze(-1)
+        before_BNJ = torch.cat([anchor_ids_BN1, labels_BNJ[..., :-1]], dim=-1)
+        before_BNJD = self.target.embed(before_BNJ).to(hidden_BNJD.dtype)
+        return corrected_losses(
+            causal_head, hidden_BNJD, before_BNJD, labels_BNJ, self._head, size, self.base_share
+        )
+
+    @property
+    def base_share(self) -> float:
+        """Weight of the loss of a causal head's body in this step, 0 outside of training."""
+        if self._trainer is None or not self.training:
+            return 0.0
+        total = int(self.trainer.estimated_stepping_batches)
+        return self.causal_head_config.base_share(self.global_step, total)
 
     def round_inputs(self, batch: Batch, current: Round) -> Tensor:
         """Slot inputs of one round, with gradient through the relay."""
@@ -205,9 +234,16 @@ class DrafterModule(TrainingModule):
         return {
             "target": self.target.name,
             "target_fingerprint": self.target.fingerprint,
-            "drafter": asdict(self.drafter.dims),
+            "causal_head": asdict(self.causal_head_config),
             "relay": asdict(self.relay_config),
+            "drafter": asdict(self.drafter.dims),
         }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raise `InputError` when the checkpoint is of another drafter, relay or target."""
+        if CHECKPOINT_KEY in checkpoint:  # versions before the causal head had none
+            checkpoint[CHECKPOINT_KEY].setdefault("causal_head", {"enabled": False})
+        super().on_load_checkpoint(checkpoint)
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, *, target: str | None = None) -> "DrafterModule":
@@ -222,8 +258,9 @@ class DrafterModule(TrainingModule):
         dims = saved["drafter"]
         shape = {name: dims[name] for name in DrafterConfig.__dataclass_fields__}
         module = cls(
-            target=config, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"])
-        )
+            target=config, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"]),
+            causal_head=CausalHeadConfig(**saved.get("causal_head", {})),
+        )  # fmt: skip
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])
         return module.eval()

@@ -37,13 +37,18 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def load_tensors(part: nn.Module, path: Path, dtype: str | None) -> None:
-    """Fill a module from one safetensors file whose names, shapes and dtypes fit exactly."""
+def load_tensors(part: nn.Module, path: Path, dtype: str | None, *, inner: str = "") -> None:
+    """Fill a module from one safetensors file whose names, shapes and dtypes fit exactly.
+
+    Args:
+        inner: what the names of a submodule begin with that the file's names lack.
+    """
     if not path.is_file():
         raise InputError(
             f"drafter: {path.parent} holds no {path.name}; only safetensors files are read"
         )
-    expected = part.state_dict()
+    own = {name.removeprefix(inner): name for name in part.state_dict()}
+    expected = {stored: part.state_dict()[name] for stored, name in own.items()}
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:
@@ -70,7 +75,7 @@ def load_tensors(part: nn.Module, path: Path, dtype: str | None) -> None:
                 "earlier checkpoint"
             )
     with torch.no_grad():
-        part.load_state_dict(tensors)
+        part.load_state_dict({own[name]: tensor for name, tensor in tensors.items()})
 
 
 def _check_names(names: set[str], expected: set[str], path: Path) -> None:

@@ -204,10 +204,11 @@ class Rollout:
         K, anchors = dims.block_size, current.anchors
         anchor_ids_BN = batch.input_ids_BS.gather(1, anchors.positions_BN)
         x_BNKD = current.embed(batch, self.target, self.drafter, self.relay)
-        drafts_BNK = draft_tokens(
-            self.target, self.drafter, x_BNKD, context, anchors.positions_BN, anchors.starts_BN
-        )
         labels_BNK, supervised_BNK = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
+        gold_BNK = labels_BNK if self.mode == "teacher_forced" else None
+        drafts_BNK = draft_tokens(
+            self.target, self.drafter, x_BNKD, context, anchors, anchor_ids_BN, gold_BNK
+        )
 
         chosen_BNK = labels_BNK.masked_fill(~supervised_BNK, -1)
         taps_BNKC = None

@@ -27,7 +27,7 @@ from dflow_lightning.acceptance import (
 from dflow_lightning.blocks import slot_positions
 from dflow_lightning.decode import eagle3
 from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
-from dflow_lightning.draft import draft_hidden, embed_blocks, relay_correction
+from dflow_lightning.draft import draft_hidden, embed_blocks, embedding, relay_correction
 from dflow_lightning.eagle3 import Eagle3Drafter
 from dflow_lightning.relay import align
 
@@ -132,7 +132,7 @@ def correct(models: Models, state: DecodeState) -> Tensor | None:
 
 
 def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tensor | None) -> Drafts:
-    """Draft slots 1..K-1 in one drafter forward (N = 1 block a request)."""
+    """Draft slots 1..K-1 in one drafter forward (N = 1 block a request), with a causal head serially."""
     if models.drafter is None:
         return Drafts(state.tokens_RT[:, :0])
     if isinstance(models.drafter, Eagle3Drafter):
@@ -144,14 +144,37 @@ def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tenso
     x_RNKD = embed_blocks(models.target, models.drafter, anchor_ids_R1, correction_RNKD)
     hidden_RNJD = draft_hidden(models.drafter, x_RNKD, state.context, anchor_R1)
     logits_RJV = models.target.head(hidden_RNJD.squeeze(1).to(models.target.dtype))
+    if models.drafter.causal_head is None:
+        return pick(state, mode, logits_RJV)
+    picked: list[Drafts] = []
+
+    def choose_one(logits_RV: Tensor, slot: int) -> Tensor:
+        picked.append(pick(state, mode, logits_RV.unsqueeze(1), slot))
+        return picked[-1].tokens_RJ.squeeze(1)
+
+    embed = embedding(models.target, hidden_RNJD.dtype)
+    tokens_RJ = models.drafter.causal_head.unroll(
+        logits_RJV, hidden_RNJD.squeeze(1), embed, choose_one, anchor_ids_R1.squeeze(1)
+    )
+    # Each slot's distribution is given the drafts before it, as rejection sampling asks for.
+    held = [one.probabilities_RJV for one in picked if one.probabilities_RJV is not None]
+    return Drafts(tokens_RJ, torch.cat(held, dim=1) if held else None)
+
+
+def pick(state: DecodeState, mode: Mode, logits_RQV: Tensor, first: int = 0) -> Drafts:
+    """The drafts of some slots from their logits: the best, or drawn for rejection sampling.
+
+    Args:
+        first: number of the first of these drafts in its block, from 0.
+    """
     if not mode.rejection:
-        return Drafts(logits_RJV.argmax(-1))
-    draft_RJV = probabilities(logits_RJV, state.sampling, filtered=mode.filtered)
+        return Drafts(logits_RQV.argmax(-1))
+    draft_RQV = probabilities(logits_RQV, state.sampling, filtered=mode.filtered)
     # The noise of drafts is keyed by the anchor: a position that is drafted again gets new noise,
     # which must not depend on what the target has seen of the old one.
-    index_R1C = anchor_R1.unsqueeze(-1).expand(-1, 1, state.noise_RTC.shape[-1])
+    index_R1C = state.anchor_R[:, None, None].expand(-1, 1, state.noise_RTC.shape[-1])
     noise_RJ = state.noise_RTC.gather(1, index_R1C)[:, 0, 2:]
-    return Drafts(draw(draft_RJV, noise_RJ), draft_RJV)
+    return Drafts(draw(draft_RQV, noise_RJ[:, first : first + logits_RQV.shape[1]]), draft_RQV)
 
 
 def verify(models: Models, state: DecodeState, mode: Mode, drafts: Drafts) -> Verified:

@@ -1,0 +1,216 @@
+"""Domino's causal head: it corrects a slot's logits by the tokens that were drafted before it.
+
+The body gives all slots of a block in one forward, so none of them knows what the others chose. The
+head reads the chosen tokens with a GRU and adds a low-rank correction (Domino, arXiv 2605.29707):
+
+    state = GRU(E(token), state)                  the anchor, then the drafts before the slot
+    logits = head(h) + W_out SiLU(W_in [h; state])
+
+The body's forward stays one; what follows is serial, but small. Tensor names are those of the
+published checkpoints. Training feeds the GRU with the data's tokens (`features`), drafting with its
+own (`unroll`): the same sums, once over all slots and once slot by slot.
+
+Shapes: J = K-1 predicted slots, D hidden, U width of the GRU's state, E rank of the correction, V
+vocabulary; R rows; `...` any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torch.utils.checkpoint import checkpoint
+
+from dflow_lightning.errors import InputError
+
+
+@dataclass(kw_only=True)
+class CausalHeadConfig:
+    """The causal head of a Domino drafter.
+
+    Args:
+        enabled: build the head; without it drafts of a block are independent of each other.
+        gru_hidden_dim: width of the GRU that reads the drafted tokens.
+        emb_dim: rank of the correction of the logits.
+        pure_draft_prefix_len: drafts at the start of a block that are left as the body gives them;
+            SGLang's loader takes 1 alone.
+        base_start: weight of the body's own loss at the first step; the corrected logits have the
+            rest. It falls linearly to 0.
+        decay_ratio: share of the run's steps after which it is 0.
+    """
+
+    enabled: bool = False
+    gru_hidden_dim: int = 1024
+    emb_dim: int = 256
+    pure_draft_prefix_len: int = 1
+    base_start: float = 1.0
+    decay_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("gru_hidden_dim", "emb_dim"):
+            if getattr(self, name) < 1:
+                raise InputError(f"causal_head.{name} is {getattr(self, name)}; give 1 or more")
+        if not 0 <= self.base_start <= 1:
+            raise InputError(
+                f"causal_head.base_start is {self.base_start}; give a number from 0 to 1"
+            )
+        if not 0 < self.decay_ratio <= 1:
+            raise InputError(
+                f"causal_head.decay_ratio is {self.decay_ratio}; give a share above 0 and up to 1"
+            )
+
+    def base_share(self, step: int, total: int) -> float:
+        """Weight of the body's own loss in a step of a run of `total` steps, lambda in the paper."""
+        return self.base_start * max(0.0, 1.0 - step / max(1.0, self.decay_ratio * total))
+
+
+class PrefixGRU(nn.Module):
+    """One layer of `nn.GRU` without biases, a token a call: a compiled round cannot hold `nn.GRU`."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * hidden_size, input_size))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
+        for weight in self.parameters():
+            nn.init.uniform_(weight, -(hidden_size**-0.5), hidden_size**-0.5)
+
+    def start(self, embeds: Tensor) -> Tensor:
+        """The state before the first token, `[..., U]`, for embeddings `[..., D]`."""
+        return embeds.new_zeros(*embeds.shape[:-1], self.weight_hh_l0.shape[1])
+
+    def forward(self, embeds: Tensor, state: Tensor) -> Tensor:
+        """The state after one more token: `[..., D]` and `[..., U]` to `[..., U]`."""
+        rows = (embeds.flatten(0, -2), state.flatten(0, -2))
+        return torch.gru_cell(*rows, self.weight_ih_l0, self.weight_hh_l0).view(state.shape)
+
+
+class CausalHead(nn.Module):
+    """The correction, from the hidden state of a slot and the tokens before it.
+
+    Its last layer starts at zero, so that an untrained head corrects nothing and the drafter is
+    DFlash bit for bit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        gru_hidden_dim: int,
+        emb_dim: int,
+        pure_draft_prefix_len: int = 1,
+    ) -> None:
+        super().__init__()
+        self.pure_draft_prefix_len = pure_draft_prefix_len
+        self.prefix_gru = PrefixGRU(hidden_size, gru_hidden_dim)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(hidden_size + gru_hidden_dim, emb_dim, bias=False),
+            nn.SiLU(),
+            nn.Linear(emb_dim, vocab_size, bias=False),
+        )
+        first, _, last = self.embed_proj
+        nn.init.normal_(first.weight, std=(hidden_size + gru_hidden_dim) ** -0.5)
+        nn.init.zeros_(last.weight)
+
+    def features(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """What `embed_proj[2]` turns into corrections, `[..., J, E]`: zero in the pure prefix.
+
+        Args:
+            hidden: the body's output for the predicted slots, `[..., J, D]`.
+            before: embeddings of the token before each of them, the anchor first, `[..., J, D]`.
+        """
+        state, states = self.prefix_gru.start(before[..., 0, :]), []
+        for embeds in before.unbind(-2):
+            state = self.prefix_gru(embeds, state)
+            states.append(state)
+        first = self.pure_draft_prefix_len
+        after = torch.stack(states[first:], dim=-2)
+        inner, activation, _ = self.embed_proj
+        low_rank = activation(inner(torch.cat([hidden[..., first:, :], after], dim=-1)))
+        return pad(low_rank, (0, 0, first, 0))
+
+    def unroll(
+        self,
+        logits_RJV: Tensor,
+        hidden_RJD: Tensor,
+        embed: Callable[[Tensor], Tensor],
+        choose: Callable[[Tensor, int], Tensor],
+        anchor_ids_R: Tensor,
+        gold_RJ: Tensor | None = None,
+    ) -> Tensor:
+        """Draft slot by slot, each corrected by the drafts before it; tokens, `[R, J]`.
+
+        Args:
+            logits_RJV: of the body, through the target's head.
+            hidden_RJD: the body's output for the predicted slots.
+            embed: token ids to embeddings, in the type of `hidden_RJD`.
+            choose: a slot's corrected logits, `[R, V]`, and its number from 0, to its token.
+            anchor_ids_R: the token of slot 0.
+            gold_RJ: tokens that are read in place of the drafts, as in training.
+        """
+        read_R, tokens = anchor_ids_R, []
+        state_RU = self.prefix_gru.start(hidden_RJD[:, 0])
+        for slot in range(hidden_RJD.shape[1]):
+            state_RU = self.prefix_gru(embed(read_R), state_RU)
+            logits_RV = logits_RJV[:, slot]
+            if slot >= self.pure_draft_prefix_len:
+                joined = torch.cat([hidden_RJD[:, slot], state_RU], dim=-1)
+                logits_RV = logits_RV + self.embed_proj(joined)
+            tokens.append(choose(logits_RV, slot))
+            read_R = tokens[-1] if gold_RJ is None else gold_RJ[:, slot]
+        return torch.stack(tokens, dim=1)
+
+
+def corrected_losses(
+    causal_head: CausalHead,
+    hidden_BNJD: Tensor,
+    before_BNJD: Tensor,
+    labels_BNJ: Tensor,
+    head: Callable[[Tensor], Tensor],
+    chunk_blocks: int,
+    base_share: float,
+) -> tuple[Tensor, Tensor]:
+    """`loss.token_losses` with the head fed by the data's tokens.
+
+    Cross-entropy of the corrected logits and of the body's own, as `1 - base_share` to
+    `base_share`. As far as all predictions of a block were right, and one further, the predictions
+    are the drafts of `unroll`: accepted drafts are counted as decoding counts them.
+
+    Args:
+        before_BNJD: embeddings of the data's token before each predicted slot.
+        chunk_blocks: blocks whose logits exist at the same time; they are computed once more in the
+            backward pass.
+
+    Returns:
+        float32 losses and predicted ids, both shaped like the labels.
+    """
+    features_BNJE = causal_head.features(hidden_BNJD, before_BNJD)
+    blocks = [part.flatten(0, 1).split(chunk_blocks) for part in (hidden_BNJD, features_BNJE)]
+    correct = causal_head.embed_proj[2]
+    parts = [
+        checkpoint(_chunk, *part, head, correct, base_share, use_reentrant=False)
+        for part in zip(*blocks, labels_BNJ.flatten(0, 1).split(chunk_blocks), strict=True)
+    ]
+    losses, predicted = (torch.cat(one) for one in zip(*parts, strict=True))
+    return losses.view_as(labels_BNJ), predicted.view_as(labels_BNJ)
+
+
+def _chunk(
+    hidden: Tensor,
+    features: Tensor,
+    labels: Tensor,
+    head: Callable[[Tensor], Tensor],
+    correct: nn.Module,
+    base_share: float,
+) -> tuple[Tensor, Tensor]:
+    base = head(hidden).float().flatten(0, 1)
+    final = base + correct(features).float().flatten(0, 1)
+    wanted = labels.flatten()
+    # With a share of 0 for the corrected logits their gradient is zero, but there.
+    loss = (1 - base_share) * cross_entropy(final, wanted, reduction="none")
+    if base_share:
+        loss = loss + base_share * cross_entropy(base, wanted, reduction="none")
+    return loss.view_as(labels), final.detach().argmax(-1).view_as(labels)
