@@ -305,7 +305,8 @@ def relay_config(relay: Relay, first_rejected: bool) -> dict[str, Any]:
         "hidden_size": relay.hidden_size,
         "first_rejected": first_rejected,
         "normalize_boundary": relay.normalize_boundary,
-        "norm_eps": relay.relay_norm.eps,
+        "terms": relay.terms,
+        "norm_eps": relay.norm_eps,
     }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dflow_lightning.acceptance import leading_run
 from dflow_lightning.attention import Backend
-from dflow_lightning.blocks import draw_anchors, slot_labels
+from dflow_lightning.blocks import draw_anchors, slot_labels, slot_positions
 from dflow_lightning.data.datamodule import Batch, ChatDataModule
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.dims import DrafterConfig, DrafterDims
@@ -27,6 +27,7 @@ from dflow_lightning.loss import LossConfig, LossWindow, slot_weights, token_los
 from dflow_lightning.optimizer import OptimizerConfig
 from dflow_lightning.relay import Relay, RelayConfig
 from dflow_lightning.rollout import Round, StepInputs, clean_forward
+from dflow_lightning.soft_targets import soft_losses
 from dflow_lightning.target import FrozenTarget
 
 CHECKPOINT_KEY = "dflow"
@@ -129,6 +130,7 @@ class DrafterModule(LightningModule):
             step: whose anchors to draw; by default the trainer's, and 0 outside training.
         """
         layer_ids = self.drafter.dims.target_layer_ids
+        up_to_head = up_to_head or self.loss_config.kind == "kl"
         inputs = clean_forward(self.target, batch, layer_ids, extra_slots, up_to_head=up_to_head)
         if step is None:
             step = self.global_step if self.training else 0
@@ -231,15 +233,23 @@ class DrafterModule(LightningModule):
         targets = [slot_labels(batch.input_ids_BS, batch.loss_mask_BS, a, K) for a in all_anchors]
         labels_BNK = torch.cat([labels for labels, _ in targets], dim=1)
         supervised_BNK = torch.cat([supervised for _, supervised in targets], dim=1)
-        losses_BNK, predicted_BNK = token_losses(
-            hidden_BNKD[..., 1:, :], labels_BNK, self._head,
-            self.loss_config.blocks_at_once(K, self.target.vocab_size), self.target.head_weight,
+        drafted_BNKD = hidden_BNKD[..., 1:, :]
+        how = (
+            self._head, self.loss_config.blocks_at_once(K, self.target.vocab_size),
+            self.target.head_weight,
         )  # fmt: skip
-        weights_BNK = supervised_BNK * self._slot_weights_K
+        if self.loss_config.kind == "kl":
+            rows_BNK = torch.cat([slot_positions(a.positions_BN, K - 1) for a in all_anchors], 1)
+            losses_BNK, predicted_BNK = soft_losses(drafted_BNKD, inputs.hidden_BSD, rows_BNK, *how)
+        else:
+            losses_BNK, predicted_BNK = token_losses(drafted_BNKD, labels_BNK, *how)
+        weights_BNK, counted_BNK = self.loss_config.weigh(
+            losses_BNK, supervised_BNK, self._slot_weights_K
+        )
         accepted_BN = leading_run((predicted_BNK == labels_BNK) & supervised_BNK)
         valid_BN = torch.cat([a.valid_BN for a in all_anchors], dim=1)
         columns_BN4 = torch.stack(
-            [(losses_BNK * weights_BNK).sum(-1), weights_BNK.sum(-1), accepted_BN, valid_BN], dim=-1
+            [(losses_BNK * weights_BNK).sum(-1), counted_BNK.sum(-1), accepted_BN, valid_BN], dim=-1
         )
         sizes = [a.positions_BN.shape[1] for a in all_anchors]
         return torch.stack([part.sum(dim=(0, 1)) for part in columns_BN4.split(sizes, dim=1)])
@@ -374,7 +384,7 @@ class DrafterModule(LightningModule):
         names = [*(f.name for f in fields(DrafterConfig)), "rope_parameters"]
         pairs = {f"drafter.{name}": (getattr(ours, name), getattr(theirs, name)) for name in names}
         if self.relay is not None and loaded.relay is not None:
-            for name in ("hidden_size", "normalize_boundary"):
+            for name in ("hidden_size", "normalize_boundary", "terms"):
                 pairs[f"relay.{name}"] = (getattr(self.relay, name), getattr(loaded.relay, name))
             rejected = (self.relay_config.first_rejected, loaded.first_rejected)
             pairs["relay.first_rejected"] = rejected

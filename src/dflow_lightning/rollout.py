@@ -73,12 +73,17 @@ class Round:
 
 @dataclass
 class StepInputs:
-    """All that a training step feeds the drafter: clean target features and the rounds' blocks."""
+    """All that a training step feeds the drafter: clean target features and the rounds' blocks.
+
+    Attributes:
+        hidden_BSD: what the target's head reads at the clean tokens, where it was computed.
+    """
 
     batch: Batch
     taps_BSC: Tensor
     cache: SlotCache
     rounds: list[Round] = field(default_factory=list)
+    hidden_BSD: Tensor | None = None
 
     @property
     def positions_BS(self) -> Tensor:
@@ -119,9 +124,14 @@ def clean_forward(
     arguments = (
         ids_BS, clean_positions(batch), cache, slots_BS, visible_BQL, target_layer_ids
     )  # fmt: skip
-    taps_BSC = target.forward(*arguments).taps_BQC if up_to_head else target.features(*arguments)
+    hidden_BSD = None
+    if up_to_head:
+        output = target.forward(*arguments)
+        taps_BSC, hidden_BSD = output.taps_BQC, output.hidden_BQD
+    else:
+        taps_BSC = target.features(*arguments)
     cache.length = cache.capacity
-    return StepInputs(batch, taps_BSC, cache)
+    return StepInputs(batch, taps_BSC, cache, hidden_BSD=hidden_BSD)
 
 
 @dataclass(frozen=True)
