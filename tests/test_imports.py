@@ -12,7 +12,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 LAYERS = [
     {"errors", "atomic", "checks", "fingerprint"},
     {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics", "soft_targets"},
-    {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
+    {"target", "dims", "drafter", "relay", "carryover", "causal_head", "eagle3"},
     {
         *("draft", "drafter_folder", "relay_folder", "integrity", "rollout", "decode", "data"),
         "tap_fingerprint",

@@ -24,6 +24,7 @@ class DrafterConfig:
         num_attention_heads: query heads.
         num_key_value_heads: key/value heads.
         head_dim: size of a head.
+        carryover: blocks also attend to the rejected rows of the block before (`carryover.py`).
     """
 
     num_layers: int = 5
@@ -34,6 +35,7 @@ class DrafterConfig:
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    carryover: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ class DrafterDims:
     mask_token_id: int
     target_layer_ids: list[int]
     num_target_layers: int
+    carryover: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size < 2:
@@ -119,6 +122,7 @@ class DrafterDims:
             mask_token_id=choose_mask_token_id(config.mask_token_id, target),
             target_layer_ids=list(layer_ids),
             num_target_layers=target.num_layers,
+            carryover=config.carryover,
         )
 
     def qwen3_config(self) -> Qwen3Config:

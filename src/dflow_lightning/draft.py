@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.blocks import slot_inputs
+from dflow_lightning.carryover import CarriedRows
 from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.loss import CHUNK_BYTES, blocks_within
 from dflow_lightning.relay import Relay, RelayInput
@@ -42,9 +43,11 @@ def draft_hidden(
     context: list[ContextKV],
     anchors_BN: Tensor,
     starts_BN: Tensor | None = None,
+    carried: CarriedRows | None = None,
 ) -> Tensor:
     """Hidden states of slots 1..K-1, `[B, N, K-1, D]`, ready for the target's head."""
-    return drafter(x_BNKD, context, anchors_BN, starts_BN=starts_BN)[..., 1:, :]
+    hidden_BNKD = drafter(x_BNKD, context, anchors_BN, starts_BN=starts_BN, carried=carried)
+    return hidden_BNKD[..., 1:, :]
 
 
 def draft_tokens(
@@ -54,9 +57,10 @@ def draft_tokens(
     context: list[ContextKV],
     anchors_BN: Tensor,
     starts_BN: Tensor | None = None,
+    carried: CarriedRows | None = None,
 ) -> Tensor:
     """Greedy drafts of slots 1..K-1, `[B, N, K-1]`, from one drafter forward."""
-    hidden_BNJD = draft_hidden(drafter, x_BNKD, context, anchors_BN, starts_BN)
+    hidden_BNJD = draft_hidden(drafter, x_BNKD, context, anchors_BN, starts_BN, carried)
     return greedy_tokens(target, hidden_BNJD)
 
 

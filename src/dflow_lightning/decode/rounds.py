@@ -136,7 +136,8 @@ def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tenso
     anchor_R1 = state.anchor_R.unsqueeze(1)
     anchor_ids_R1 = state.tokens_RT.gather(1, anchor_R1)
     x_RNKD = embed_blocks(models.target, models.drafter, anchor_ids_R1, correction_RNKD)
-    hidden_RNJD = draft_hidden(models.drafter, x_RNKD, state.context, anchor_R1)
+    carried = models.drafter.carry(state.relay) if models.carryover else None
+    hidden_RNJD = draft_hidden(models.drafter, x_RNKD, state.context, anchor_R1, carried=carried)
     logits_RJV = models.target.head(hidden_RNJD.squeeze(1).to(models.target.dtype))
     if not mode.rejection:
         return Drafts(logits_RJV.argmax(-1))

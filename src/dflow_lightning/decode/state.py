@@ -29,6 +29,14 @@ class Models:
     drafter: Drafter | None
     relay: Relay | None = None
     first_rejected: bool = True
+    carryover: bool = True  # whether the drafter's is used, if it has one
+
+    @property
+    def keeps_rejected(self) -> bool:
+        """Whether the rows of a rejected suffix go to the next block, by relay or carryover."""
+        if self.drafter is None:
+            return False
+        return self.relay is not None or (self.carryover and self.drafter.carryover is not None)
 
     @property
     def block_size(self) -> int:
@@ -46,7 +54,8 @@ class DecodeState:
         done_R: the slot decodes nothing: free, finished, or still reading its prompt.
         noise_RTC: uniform numbers per absolute position: the target's choice and, for rejection
             sampling, acceptance and the block's drafts, keyed by their anchor.
-        relay: aligned rows and boundary tokens of the next block (N = 1 block a request).
+        relay: aligned rows and boundary tokens of the next block (N = 1 block a request), for relay
+            and carryover.
     """
 
     tokens_RT: Tensor
@@ -153,8 +162,8 @@ def _empty_context(drafter: Drafter | None, rows: int, capacity: int) -> list[Co
 
 
 def empty_relay(models: Models, rows: int) -> RelayInput | None:
-    """No valid rows: the relay then adds exactly zero."""
-    if models.relay is None or models.drafter is None:
+    """No valid rows: the relay then adds exactly zero, and nothing is carried over."""
+    if models.drafter is None or not models.keeps_rejected:
         return None
     dims, weight = models.drafter.dims, models.drafter.fc.weight
     K, device = dims.block_size, weight.device
