@@ -248,6 +248,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "relay uninvited": (edit(dflow_config__relay=None), "does not know"),
     "relay width in one place": (edit(RELAY_CONFIG, hidden_size=48), "differs from dflow_config"),
     "relay width in both": (both_relays(hidden_size=48), "but config.json asks for"),
+    "relay terms unknown": (both_relays(terms="product"), "which is none of both, scale, shift"),
+    "relay terms in both": (both_relays(terms="scale"), "but config.json asks for"),
     "relay flag in one place": (edit(RELAY_CONFIG, first_rejected=False), "differs from"),
     "relay flag in both": (both_relays(first_rejected=False), "dflow_config in"),
     "relay beside the body": (

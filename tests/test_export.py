@@ -102,6 +102,33 @@ def test_first_rejected_travels(tmp_path, tiny_drafter, tiny_relay, tiny_target)
     assert not load_export(tmp_path / "out", tiny_target).first_rejected
 
 
+@pytest.mark.parametrize("terms", ["scale", "shift"])
+def test_terms_travel(tmp_path, tiny_drafter, tiny_target, terms):
+    """To the decoder and to the plug-in inside a serving engine; not into a relay of both terms."""
+    from dflow_lightning.serving.vllm.folder import read_folder
+
+    relay = Relay(tiny_drafter.dims.hidden_size, 96, terms=terms)
+    with torch.no_grad():
+        for parameter in relay.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    out = tmp_path / "out"
+    export_drafter(tiny_drafter, relay, tiny_target, out, dtype="float32")
+    assert json.loads((out / "relay/config.json").read_text())["terms"] == terms
+    noise = torch.randn(4, 64)
+    rows = (noise, noise[0], noise[1], torch.ones(4, dtype=torch.bool))
+    for found in (load_export(out, tiny_target).relay, read_folder(out).relay):
+        assert found.terms == terms
+        assert torch.equal(found(*rows), relay(*rows))
+    settings = {"num_layers": 2, "block_size": 4, "target_layer_ids": [0, 1, 2]}
+    with pytest.raises(InputError, match=rf"relay\.terms is both but .* has {terms}"):
+        DrafterModule(
+            target=TargetConfig(path=tiny_target.name),
+            drafter=DrafterConfig(**settings),
+            relay=RelayConfig(enabled=True, hidden_size=96),
+            init_from=str(out),
+        )
+
+
 def test_tensor_names_are_the_published_ones(tmp_path, tiny_target):
     config = DrafterConfig(num_layers=5, block_size=4, target_layer_ids=[0, 1, 2])
     drafter = Drafter(DrafterDims.resolve(config, tiny_target))

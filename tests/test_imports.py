@@ -11,8 +11,8 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
     {"errors", "atomic", "checks", "fingerprint"},
-    {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics"},
-    {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
+    {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics", "soft_targets"},
+    {"target", "dims", "drafter", "relay", "carryover", "causal_head", "eagle3"},
     {
         *("draft", "drafter_folder", "relay_folder", "integrity", "rollout", "decode", "data"),
         "tap_fingerprint",
@@ -27,6 +27,7 @@ LAYERS = [
         *("serving", "validate_export"),
     },
     {
+        "recipe_base",
         *("arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"),
         *(
             "doctor",

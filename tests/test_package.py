@@ -7,11 +7,13 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.package import FOLDER, MANIFEST
 from dflow_lightning.errors import InputError
 from dflow_lightning.export import export_drafter
+from dflow_lightning.relay import Relay
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,25 @@ def test_packaged_drafts_equal_eager_ones(half_trained, export, relay, batch_siz
         got = decoder.generate(prompts, backend="package", **options)
         assert [c.token_ids for c in got] == [c.token_ids for c in wanted]
         assert [c.accepted for c in got] == [c.accepted for c in wanted]
+
+
+@pytest.mark.slow
+def test_a_relay_of_one_term_is_packaged_as_it_is(half_trained, tmp_path):
+    module, batch = half_trained
+    relay = Relay(module.drafter.dims.hidden_size, 96, terms="scale")
+    with torch.no_grad():
+        for parameter in relay.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    parts = (module.drafter, relay, module.target)
+    export_drafter(*parts, tmp_path / "drafter", dtype="float32", compile=True)
+    decoder = SpeculativeDecoder.from_export(tmp_path / "drafter", module.target)
+    text = batch.input_ids_BS[0].tolist()
+    answers = [
+        decoder.generate([text[:9]], max_new_tokens=25, stop_token_ids=(), backend=backend)[0]
+        for backend in ("eager", "package")
+    ]
+    assert answers[0].accepted == answers[1].accepted
+    assert sum(answers[0].accepted) > 0
 
 
 def test_works_where_the_training_stack_is_missing(export, tiny_target_dir):

@@ -31,16 +31,18 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def block_attention(
     q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor,
     anchors_BN: Tensor, backend: Backend = "auto", starts_BN: Tensor | None = None,
+    carried_BNJ: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend from each block to `context < anchor` and to the block itself, non-causally.
 
     Args:
         q: `[B, H, N, K, E]`.
-        k_block, v_block: `[B, G, N, K, E]`.
+        k_block, v_block: `[B, G, N, K, E]`; of carried rows J more behind each block's own.
         k_context, v_context: `[B, G, L, E]`; column l holds absolute position l.
         anchors_BN: context length of each block: position l is visible when l < anchor, strictly,
             because the feature at the anchor does not exist yet when the block is drafted.
         starts_BN: first visible position of each block, where a row holds several documents.
+        carried_BNJ: whether a block sees each of its carried rows, which no other block sees.
 
     Returns:
         `[B, H, N, K, E]`.
@@ -50,7 +52,7 @@ def block_attention(
     """
     backend = choose(backend, q.shape[2], q.device, q.dtype)
     if backend == "flex":
-        found = _flex(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN)
+        found = _flex(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ)
         if found is not None:
             return found
     group = q.shape[1] // k_block.shape[1]
@@ -58,7 +60,13 @@ def block_attention(
         t.repeat_interleave(group, dim=1) for t in (k_block, v_block, k_context, v_context)
     )
     attend = _split if backend == "split" else _dense
-    return attend(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN)
+    return attend(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ)
+
+
+def own_visible(carried_BNJ: Tensor, block_size: int) -> Tensor:
+    """`[B, N, K+J]`: which keys of its own a block sees, all its slots and the carried rows."""
+    slots_BNK = carried_BNJ.new_ones(*carried_BNJ.shape[:2], block_size)
+    return torch.cat([slots_BNK, carried_BNJ], dim=-1)
 
 
 def choose(
@@ -114,10 +122,11 @@ def context_visible(anchors_BN: Tensor, length: int, starts_BN: Tensor | None = 
     return visible_BNL if starts_BN is None else visible_BNL & (positions_L >= starts_BN[..., None])
 
 
-def _dense(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN) -> Tensor:
+def _dense(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ) -> Tensor:
     B, _, N, K, _ = q.shape
+    own = k_block.shape[3]  # keys of a block's own
     if N > 1:
-        size = B * N * K * (k_context.shape[2] + N * K) * q.element_size()
+        size = B * N * K * (k_context.shape[2] + N * own) * q.element_size()
         if size > DENSE_MASK_LIMIT:
             raise InputError(
                 f"model.attention is dense, and a mask of {B} x {N} blocks takes "
@@ -125,16 +134,21 @@ def _dense(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN) -> 
                 "data.batch_size"
             )
     context_BNL = context_visible(anchors_BN, k_context.shape[2], starts_BN)
-    own_NM = torch.eye(N, dtype=torch.bool, device=q.device).repeat_interleave(K, dim=1)
-    visible = torch.cat([context_BNL, own_NM.expand(B, N, N * K)], dim=-1)
+    own_NM = torch.eye(N, dtype=torch.bool, device=q.device).repeat_interleave(own, dim=1)
+    own_BNM = own_NM.expand(B, N, N * own)
+    if carried_BNJ is not None:
+        own_BNM = own_BNM & own_visible(carried_BNJ, K).flatten(1).unsqueeze(1)
+    visible = torch.cat([context_BNL, own_BNM], dim=-1)
     mask = visible.repeat_interleave(K, dim=1).unsqueeze(1)
     keys = torch.cat([k_context, k_block.flatten(2, 3)], dim=2)
     values = torch.cat([v_context, v_block.flatten(2, 3)], dim=2)
     return scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=mask).view_as(q)
 
 
-def _split(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN) -> Tensor:
-    return _SplitAttention.apply(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN)
+def _split(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ) -> Tensor:
+    return _SplitAttention.apply(
+        q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ
+    )
 
 
 class _SplitAttention(torch.autograd.Function):
@@ -147,7 +161,9 @@ class _SplitAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN):
+    def forward(
+        ctx: Any, q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ
+    ):
         B, H, N, K, E = q.shape
         q_rows = q.reshape(B, H, N * K, E)
         parts = []
@@ -159,20 +175,20 @@ class _SplitAttention(torch.autograd.Function):
             out, lse = _flash(q_rows[:, :, rows], keys, values, attn_mask=visible)
             parts.append((out, lse.masked_fill(empty, float("-inf")).unsqueeze(-1)))
         out_c, lse_c = (torch.cat(one, dim=2) for one in zip(*parts, strict=True))
-        own = [t.transpose(1, 2).reshape(B * N, H, K, E) for t in (q, k_block, v_block)]
-        out_b, lse_b = _flash(*own)
+        own = [t.transpose(1, 2).flatten(0, 1) for t in (q, k_block, v_block)]
+        out_b, lse_b = _flash(*own, attn_mask=_own_mask(q, carried_BNJ))
         out_b = out_b.view(B, N, H, K, E).transpose(1, 2).reshape(B, H, N * K, E)
         lse_b = lse_b.view(B, N, H, K).transpose(1, 2).reshape(B, H, N * K, 1)
         lse = torch.logaddexp(lse_c, lse_b)
         # The log-sum-exps are float32, whatever the inputs are.
         out = (out_c * (lse_c - lse).exp() + out_b * (lse_b - lse).exp()).to(q.dtype)
-        inputs = (q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN)
+        inputs = (q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ)
         ctx.save_for_backward(*inputs, out, lse.squeeze(-1))
         return out.view(B, H, N, K, E)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
-        q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, out, lse = (
+        q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ, out, lse = (
             ctx.saved_tensors
         )
         B, H, N, K, E = q.shape
@@ -195,13 +211,24 @@ class _SplitAttention(torch.autograd.Function):
             blocks = rows.reshape(B, H, N, K, *rows.shape[3:]).transpose(1, 2)
             return blocks.reshape(B * N, H, K, *rows.shape[3:])
 
-        keys, values = (t.transpose(1, 2).reshape(B * N, H, K, E) for t in (k_block, v_block))
+        keys, values = (t.transpose(1, 2).flatten(0, 1) for t in (k_block, v_block))
         parts = _flash_backward(
-            own(grad_rows), own(q_rows), keys, values, own(out), own(lse), 0.0, False
-        )
-        dq_b, dk_b, dv_b = (t.view(B, N, H, K, E).transpose(1, 2) for t in parts)
+            own(grad_rows), own(q_rows), keys, values, own(out), own(lse), 0.0, False,
+            attn_mask=_own_mask(q, carried_BNJ),
+        )  # fmt: skip
+        dq_b, dk_b, dv_b = (t.unflatten(0, (B, N)).transpose(1, 2) for t in parts)
         dq = torch.cat(dq_parts, dim=2).view_as(q) + dq_b
-        return dq, dk_b, dv_b, dk_c, dv_c, None, None
+        return dq, dk_b, dv_b, dk_c, dv_c, None, None, None
+
+
+def _own_mask(q: Tensor, carried_BNJ: Tensor | None) -> Tensor | None:
+    """Zero or minus infinity, `[B*N, 1, K, K+J]`; None where a block has its slots alone."""
+    if carried_BNJ is None:
+        return None
+    K = q.shape[3]
+    visible_BNM = own_visible(carried_BNJ, K).flatten(0, 1)[:, None, None]
+    mask = q.new_zeros(visible_BNM.shape).masked_fill_(~visible_BNM, float("-inf"))
+    return mask.expand(-1, -1, K, -1).contiguous()
 
 
 def _groups(anchors_BN: Tensor, block_size: int) -> list[tuple[slice, slice, int]]:

@@ -21,6 +21,7 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.guards import Guards
 from dflow_lightning.module import DrafterModule
 from dflow_lightning.progress import RunProgress, decoded_line, shown
+from dflow_lightning.recipe_base import with_bases
 from dflow_lightning.rollout import OnlineRollout
 from dflow_lightning.signals import GracefulStop, Signals, Stopped
 from dflow_lightning.strategy import check_name
@@ -97,7 +98,7 @@ class TrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses, and settles which folder and which checkpoint this run is about."""
-        self.config = parser.parse_args(args)
+        self.config = parser.parse_args(with_bases(args))
         command = self.config.subcommand
         self._settings = self.config[command]
         name = self._settings.ckpt_path

@@ -11,7 +11,6 @@ from dflow_lightning.causal_head import CausalHeadConfig
 from dflow_lightning.errors import InputError
 from dflow_lightning.target import FrozenTarget
 
-
 HEAD = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")  # of the causal head
 
 
@@ -28,6 +27,7 @@ class DrafterConfig:
         num_attention_heads: query heads.
         num_key_value_heads: key/value heads.
         head_dim: size of a head.
+        carryover: blocks also attend to the rejected rows of the block before (`carryover.py`).
     """
 
     num_layers: int = 5
@@ -38,6 +38,7 @@ class DrafterConfig:
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    carryover: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,7 @@ class DrafterDims(LayerDims):
     gru_hidden_dim: int | None = None
     emb_dim: int | None = None
     pure_draft_prefix_len: int | None = None
+    carryover: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,6 +129,7 @@ class DrafterDims(LayerDims):
         """Fill what the user left out from the target, and check what they gave."""
         return cls(
             mask_token_id=choose_mask_token_id(config.mask_token_id, target),
+            carryover=config.carryover,
             **layer_numbers(config, target, config.num_layers, config.num_layers),
             **{name: getattr(causal_head, name) for name in HEAD if causal_head.enabled},
         )

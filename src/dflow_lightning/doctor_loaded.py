@@ -108,6 +108,7 @@ def drafter(preflight: Preflight) -> str:
     start = f"from {init_from}" if init_from else f"from the {preflight.recipe.model.init} weights"
     taps = " ".join(map(str, dims.target_layer_ids))
     relay = "a relay" if module.relay is not None else "no relay"
+    relay += ", carryover" if module.drafter.carryover is not None else ""
     return f"{dims.num_layers} layers, blocks of {dims.block_size}, taps {taps}, {relay}, {start}"
 
 

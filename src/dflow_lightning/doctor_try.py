@@ -85,7 +85,7 @@ def lossless(preflight: Preflight) -> str:
     asked, decoder = prompts(here), here.module.decoder()
     plain = [one.token_ids for one in decoder.generate_plain(asked, max_new_tokens=NEW_TOKENS)]
     check, others, most = EqualityCheck(here.target), 0, 0
-    for relay in [True, False] if here.module.relay is not None else [False]:
+    for relay in [True, False] if decoder.keeps_rejected else [False]:
         found = decoder.generate(asked, relay=relay, max_new_tokens=NEW_TOKENS, batch_size=2)
         for number, (prompt, one) in enumerate(zip(asked, found, strict=True)):
             most = max([most, *one.accepted])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.blocks import Anchors, slot_inputs
+from dflow_lightning.carryover import CarriedRows
 from dflow_lightning.causal_head import CausalHead
 from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.loss import CHUNK_BYTES, blocks_within
@@ -46,9 +47,11 @@ def draft_hidden(
     context: list[ContextKV],
     anchors_BN: Tensor,
     starts_BN: Tensor | None = None,
+    carried: CarriedRows | None = None,
 ) -> Tensor:
     """Hidden states of slots 1..K-1, `[B, N, K-1, D]`, ready for the target's head."""
-    return drafter(x_BNKD, context, anchors_BN, starts_BN=starts_BN)[..., 1:, :]
+    hidden_BNKD = drafter(x_BNKD, context, anchors_BN, starts_BN=starts_BN, carried=carried)
+    return hidden_BNKD[..., 1:, :]
 
 
 def draft_tokens(
@@ -59,13 +62,16 @@ def draft_tokens(
     anchors: Anchors,
     anchor_ids_BN: Tensor,
     gold_BNJ: Tensor | None = None,
+    carried: CarriedRows | None = None,
 ) -> Tensor:
     """Greedy drafts of slots 1..K-1, `[B, N, K-1]`, from one drafter forward.
 
     Args:
         gold_BNJ: tokens that a causal head reads in place of its own drafts.
     """
-    hidden_BNJD = draft_hidden(drafter, x_BNKD, context, anchors.positions_BN, anchors.starts_BN)
+    hidden_BNJD = draft_hidden(
+        drafter, x_BNKD, context, anchors.positions_BN, anchors.starts_BN, carried
+    )
     if drafter.causal_head is None:
         return greedy_tokens(target, hidden_BNJD)
     return chained_tokens(target, drafter.causal_head, hidden_BNJD, anchor_ids_BN, gold_BNJ)

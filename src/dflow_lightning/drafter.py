@@ -22,8 +22,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflow_lightning.attention import Backend, block_attention, choose
 from dflow_lightning.blocks import slot_positions
+from dflow_lightning.carryover import CarriedRows, Carryover
 from dflow_lightning.causal_head import CausalHead
 from dflow_lightning.dims import DrafterDims, LayerDims
+from dflow_lightning.relay import RelayInput
 from dflow_lightning.target import FrozenTarget
 
 
@@ -104,13 +106,21 @@ class Attention(nn.Module):
         anchors_BN: Tensor,
         backend: Backend,
         starts_BN: Tensor | None,
+        carried: CarriedRows | None,
     ) -> Tensor:
         shape = (*x_BNKD.shape[:-1], -1, self.head_dim)
         q = rotate(self.q_norm(self.q_proj(x_BNKD).view(shape)).movedim(-2, 1), rope)
         k_block, v_block = self.keys_values(x_BNKD, rope)
+        if carried is not None:  # like rows of the context, but each block's own
+            cos, sin = rope
+            turned = (cos[..., :-1, :], sin[..., :-1, :])  # they stand at the anchor and after it
+            k_carried, v_carried = self.keys_values(carried.h_BNJD, turned)
+            k_block = torch.cat([k_block, k_carried], dim=-2)
+            v_block = torch.cat([v_block, v_carried], dim=-2)
         out = block_attention(
-            q, k_block, v_block, context.keys, context.values, anchors_BN, backend, starts_BN
-        )
+            q, k_block, v_block, context.keys, context.values, anchors_BN, backend, starts_BN,
+            None if carried is None else carried.valid_BNJ,
+        )  # fmt: skip
         return self.o_proj(out.movedim(1, -2).flatten(-2))
 
 
@@ -139,10 +149,12 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, x_BNKD: Tensor, context: ContextKV, rope, anchors_BN: Tensor, backend: Backend,
-        starts_BN: Tensor | None,
+        starts_BN: Tensor | None, carried: CarriedRows | None,
     ) -> Tensor:  # fmt: skip
         normed_BNKD = self.input_layernorm(x_BNKD)
-        x_BNKD = x_BNKD + self.self_attn(normed_BNKD, context, rope, anchors_BN, backend, starts_BN)
+        x_BNKD = x_BNKD + self.self_attn(
+            normed_BNKD, context, rope, anchors_BN, backend, starts_BN, carried
+        )
         return x_BNKD + self.mlp(self.post_attention_layernorm(x_BNKD))
 
 
@@ -174,6 +186,7 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(dims) for _ in range(dims.num_layers))
         self.norm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
+        self.carryover = Carryover(dims.hidden_size) if dims.carryover else None
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 # Keeps its input's scale at every width; at 2,500 about 0.02, Qwen3's own value.
@@ -191,9 +204,14 @@ class Drafter(nn.Module):
         rope = self.rope(positions_BS, h_BSD.dtype)
         return [ContextKV(*layer.self_attn.keys_values(h_BSD, rope)) for layer in self.layers]  # type: ignore[union-attr,operator]
 
+    def carry(self, rows: RelayInput | None) -> CarriedRows | None:
+        """The rows of the rejected suffix, marked; None for a drafter without carryover."""
+        return None if self.carryover is None or rows is None else self.carryover(rows)
+
     def forward(
         self, x_BNKD: Tensor, context: list[ContextKV], anchors_BN: Tensor,
         backend: Backend = "auto", starts_BN: Tensor | None = None,
+        carried: CarriedRows | None = None,
     ) -> Tensor:  # fmt: skip
         """Hidden states of every slot, `[B, N, K, D]`, ready for the target's head.
 
@@ -203,6 +221,7 @@ class Drafter(nn.Module):
             anchors_BN: absolute position of slot 0.
             starts_BN: where each block's document begins in a packed row: what is before is not
                 seen, and rotary positions count from there.
+            carried: from `carry`.
         """
         wanted = self.attention if backend == "auto" else backend
         backend = choose(wanted, x_BNKD.shape[1], x_BNKD.device, x_BNKD.dtype)
@@ -211,10 +230,11 @@ class Drafter(nn.Module):
             x_BNKD = x_BNKD.take_along_dim(order_BN[..., None, None], dim=1)
             anchors_BN = anchors_BN.gather(1, order_BN)
             starts_BN = None if starts_BN is None else starts_BN.gather(1, order_BN)
+            carried = None if carried is None else carried.take_along(order_BN)
         first_BN = anchors_BN if starts_BN is None else anchors_BN - starts_BN
         rope = self.rope(slot_positions(first_BN, x_BNKD.shape[2]), x_BNKD.dtype)
         for layer, layer_context in zip(self.layers, context, strict=True):
-            arguments = (x_BNKD, layer_context, rope, anchors_BN, backend, starts_BN)
+            arguments = (x_BNKD, layer_context, rope, anchors_BN, backend, starts_BN, carried)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x_BNKD = checkpoint(
                     layer, *arguments, use_reentrant=False, preserve_rng_state=False

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflow_lightning import integrity
+from dflow_lightning.carryover import Carryover
 from dflow_lightning.dims import HEAD, DrafterDims, check_mask_token_id
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
@@ -44,7 +45,8 @@ class LoadedDrafter:
 
     Args:
         relay: None when the folder is a DFlash drafter.
-        first_rejected: whether the relay was trained to use the row of the first rejected token.
+        first_rejected: whether relay and carryover were trained to use the row of the first
+            rejected token.
         config: config.json as it stands.
     """
 
@@ -71,10 +73,14 @@ def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
     if "dflow_config" in config:  # what others publish may hold their code
         integrity.check_files(folder)
     drafter = Drafter(dims)
+    drafter.carryover = None  # whose weights do not lie beside the body's
     dtype = config.get("dtype") or config.get("torch_dtype")
     dtype = dtype if "dflow_config" in config else None
     load_tensors(drafter, folder / "model.safetensors", dtype, inner=HEAD_PREFIX)
     relay, first_rejected = load_relay(folder, config, dims.hidden_size)
+    if dims.carryover:
+        drafter.carryover = Carryover(dims.hidden_size)
+        first_rejected = load_carryover(drafter.carryover, folder, config)
     integrity.check_unchanged(folder, config)
     for part in (drafter, relay):
         if part is not None:
@@ -82,9 +88,39 @@ def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
     return LoadedDrafter(drafter, relay, first_rejected, config)
 
 
+def load_carryover(carryover: Carryover, folder: Path, config: dict[str, Any]) -> bool:
+    """Fill the carryover that config.json promises; returns its `first_rejected`.
+
+    Raises:
+        InputError: its folder is missing, damaged, not the promised one, or at odds with the relay.
+    """
+    promised = config["dflow_config"]["carryover"]
+    if read_config(folder / "carryover/config.json") != promised:
+        raise InputError(
+            f"drafter: {folder}/carryover/config.json differs from dflow_config in config.json; "
+            "export it again"
+        )
+    first = promised.get("first_rejected")
+    relay = config["dflow_config"].get("relay")
+    if type(first) is not bool or (relay and relay.get("first_rejected") != first):
+        raise InputError(
+            f"drafter: {folder}/carryover/config.json has first_rejected {first}, which is not "
+            "that of the relay; export it again"
+        )
+    load_tensors(carryover, folder / integrity.CARRYOVER, None)
+    return first
+
+
 def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
     """The drafter's dimensions, from config.json alone."""
     draft = config.get("dflash_config") or {}
+    carryover = bool((config.get("dflow_config") or {}).get("carryover"))
+    if carryover != (folder / "carryover").is_dir():
+        raise InputError(
+            f"drafter: {folder} {'lacks its' if carryover else 'has a'} carryover folder"
+            f"{'' if carryover else ' that its config.json does not know'}; export the drafter "
+            "again"
+        )
     if config.get("architectures") != [ARCHITECTURE]:
         raise InputError(
             f"drafter: {folder} has architectures {config.get('architectures')}; only "
@@ -132,6 +168,7 @@ def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
     return DrafterDims(
         rope_parameters=rope_from_config(config, folder),
         initializer_range=config.get("initializer_range", 0.02),
+        carryover=carryover,
         **{ours: need(theirs) for ours, theirs in numbers.items()},
     )
 

@@ -202,6 +202,4 @@ def with_feature(anchors: Anchors) -> Anchors:
     """Without the blocks whose anchor begins its document: no feature stands before it."""
     starts_BN = anchors.starts_BN
     begins_BN = anchors.positions_BN <= (0 if starts_BN is None else starts_BN)
-    return Anchors(
-        anchors.positions_BN, anchors.valid_BN & ~begins_BN, starts_BN, anchors.ends_BN
-    )
+    return Anchors(anchors.positions_BN, anchors.valid_BN & ~begins_BN, starts_BN, anchors.ends_BN)

@@ -4,6 +4,8 @@
     model.safetensors         the DFlash body alone, under its published tensor names
     relay/config.json         a sub-folder: engines read every safetensors file beside the body
     relay/relay.safetensors
+    carryover/config.json     the same for carryover, of a drafter that has it
+    carryover/carryover.safetensors
     README.md                 model card
 
 `dflow_config` also holds what proves the folder later: checksums (`integrity.py`), what the tapped
@@ -40,7 +42,7 @@ from dflow_lightning.relay import Relay
 from dflow_lightning.tap_fingerprint import tap_fingerprint
 from dflow_lightning.target import FrozenTarget
 
-KNOWN_NAMES = {"config.json", "model.safetensors", "relay", "README.md", "decode"}
+KNOWN_NAMES = {"config.json", "model.safetensors", "relay", "carryover", "README.md", "decode"}
 
 
 def export_command(
@@ -91,6 +93,7 @@ def export_command(
     )
     size = sum(path.stat().st_size for path in out.rglob("*.safetensors"))
     relay = "with relay" if module.relay else "no relay"
+    relay += ", with carryover" if module.drafter.carryover else ""
     print(
         f"exported to {out}: {dtype}, {size / 1e6:.1f} MB, {relay}; "
         f"num_speculative_tokens is {module.drafter.dims.block_size - 1}"
@@ -132,7 +135,9 @@ def training_record(name: str, content: Mapping[str, Any]) -> dict[str, Any] | N
         `validation`: the prompts' file name and sha256, how many of each family, and how they were
         decoded.
     """
-    relay = content.get("dflow", {}).get("relay", {}).get("enabled", False)
+    sections = content.get("dflow", {})
+    relay = sections.get("relay", {}).get("enabled", False)
+    relay = relay or sections.get("drafter", {}).get("carryover", False)
     tau_names = {"val/tau": f"val_tau_relay_{'on' if relay else 'off'}",
                  "val/tau_relay_off": "val_tau_relay_off"}  # fmt: skip
     for state in content.get("callbacks", {}).values():
@@ -189,11 +194,16 @@ def export_drafter(
         "tap_fingerprint": tap_fingerprint(target, drafter.dims.target_layer_ids),
     }
     with atomic.staged_folder(out) as folder:
-        _save(weights, folder / "model.safetensors")
+        body = {name: t for name, t in weights.items() if not name.startswith("carryover.")}
+        _save(body, folder / "model.safetensors")
         if relay is not None:
             (folder / "relay").mkdir()
             _write_json(folder / "relay/config.json", relay_config(relay, first_rejected))
             _save(_weights(relay, dtype), folder / "relay/relay.safetensors")
+        if drafter.carryover is not None:
+            (folder / "carryover").mkdir()
+            _write_json(folder / "carryover/config.json", carryover_config(first_rejected))
+            _save(_weights(drafter.carryover, dtype), folder / integrity.CARRYOVER)
         integrity.record(folder, config)
         (folder / "README.md").write_text(model_card(config, recipe or {}), encoding="utf-8")
         _write_json(folder / "config.json", config)  # last: without it a folder is no export
@@ -237,7 +247,9 @@ def _weights(part: nn.Module, dtype: str) -> dict[str, Tensor]:
             raise InputError(
                 f"checkpoint: {name} holds values that are not finite; export an earlier one"
             )
-        weights[name.removeprefix(HEAD_PREFIX)] = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
+        weights[name.removeprefix(HEAD_PREFIX)] = (
+            tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
+        )
     return weights
 
 
@@ -297,6 +309,7 @@ def drafter_config(
             "num_draft_tokens": dims.block_size - 1,
             "target": {"name": target.name, "fingerprint": target.fingerprint},
             "relay": None if relay is None else relay_config(relay, first_rejected),
+            **({"carryover": carryover_config(first_rejected)} if dims.carryover else {}),
         },
     }
 
@@ -316,8 +329,14 @@ def relay_config(relay: Relay, first_rejected: bool) -> dict[str, Any]:
         "hidden_size": relay.hidden_size,
         "first_rejected": first_rejected,
         "normalize_boundary": relay.normalize_boundary,
-        "norm_eps": relay.relay_norm.eps,
+        "terms": relay.terms,
+        "norm_eps": relay.norm_eps,
     }
+
+
+def carryover_config(first_rejected: bool) -> dict[str, Any]:
+    """carryover/config.json."""
+    return {"format_version": FORMAT_VERSION, "first_rejected": first_rejected}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -352,6 +371,9 @@ def _compare(
     if ours.causal_head is not None:  # which the body's output does not pass through
         read = theirs.state_dict()
         same &= all(torch.equal(t, read[name]) for name, t in ours.state_dict().items())
+    if ours.carryover is not None:
+        same &= theirs.carryover is not None
+        same &= torch.equal(ours.carryover.flag, theirs.carryover.flag)  # type: ignore[union-attr]
     if relay is not None and loaded.relay is not None:
         relay_state = loaded.relay.state_dict()
         same &= all(

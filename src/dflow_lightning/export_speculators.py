@@ -92,8 +92,9 @@ def convert_export(folder: Path, target: FrozenTarget, out: Path) -> None:
     config = speculators_config(read_config(folder / "config.json"), target)
     with atomic.staged_folder(out) as staged:
         shutil.copyfile(folder / "model.safetensors", staged / "model.safetensors")
-        if (folder / "relay").is_dir():
-            shutil.copytree(folder / "relay", staged / "relay")
+        for part in ("relay", "carryover"):
+            if (folder / part).is_dir():
+                shutil.copytree(folder / part, staged / part)
         integrity.record(staged, config)
         card = (folder / "README.md").read_text(encoding="utf-8")
         (staged / "README.md").write_text(serve_section(card, config), encoding="utf-8")

@@ -23,7 +23,8 @@ TILE = 128
 
 def flex_blocks(
     q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor,
-    anchors_BN: Tensor, starts_BN: Tensor | None, attend: Callable[..., Tensor] | None = None,
+    anchors_BN: Tensor, starts_BN: Tensor | None, carried_BNJ: Tensor | None = None,
+    attend: Callable[..., Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """As `attention.block_attention`; grouped heads stay grouped.
 
@@ -33,9 +34,10 @@ def flex_blocks(
     B, H, N, K, E = q.shape
     context = _whole_tiles(k_context.shape[2])
     queries = _whole_tiles(N * K)
-    mask = tile_mask(anchors_BN, starts_BN, K, context)
+    mask = tile_mask(anchors_BN, starts_BN, K, context, carried_BNJ)
+    owned = mask.seq_lengths[1] - context
     keys, values = (
-        torch.cat([_padded(of_context, context), _padded(own.flatten(2, 3), queries)], dim=2)
+        torch.cat([_padded(of_context, context), _padded(own.flatten(2, 3), owned)], dim=2)
         for of_context, own in ((k_context, k_block), (v_context, v_block))
     )
     out = (attend or compiled())(
@@ -51,14 +53,17 @@ def compiled() -> Callable[..., Tensor]:
 
 
 def tile_mask(
-    anchors_BN: Tensor, starts_BN: Tensor | None, block_size: int, context: int
-) -> BlockMask:
+    anchors_BN: Tensor, starts_BN: Tensor | None, block_size: int, context: int,
+    carried_BNJ: Tensor | None = None,
+) -> BlockMask:  # fmt: skip
     """Which tiles are read whole, in part or not at all, and who sees what inside a tile.
 
     Args:
         context: context length in whole tiles; a block's own slots stand behind it.
+        carried_BNJ: which of its carried rows a block sees; they stand behind its slots.
     """
     N = anchors_BN.shape[1]
+    own = block_size + (0 if carried_BNJ is None else carried_BNJ.shape[2])  # keys of a block
     Q = _whole_tiles(N * block_size)
     # Rows that fill the last tile see nothing of the context, and themselves.
     stops_BQ = pad(anchors_BN.repeat_interleave(block_size, dim=1), (0, Q - N * block_size))
@@ -69,24 +74,43 @@ def tile_mask(
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         of_context = (key < stops_BQ[b, query]) & (key >= starts_BQ[b, query])
-        own = (key - context) // block_size == query // block_size
-        return torch.where(key < context, of_context, own)
+        of_block = (key - context) // own == query // block_size
+        return torch.where(key < context, of_context, of_block)
 
-    part_BUW, whole_BUW = _tiles(stops_BQ, starts_BQ, block_size, context)
+    seen_BM = None
+    # The rows that fill the last tile are blocks too, and see themselves.
+    M = Q if carried_BNJ is None else _whole_tiles(-(-Q // block_size) * own)
+    if carried_BNJ is not None:
+        slots = carried_BNJ.new_ones(*carried_BNJ.shape[:2], block_size)
+        seen_BM = torch.cat([slots, carried_BNJ], dim=-1).flatten(1)
+        seen_BM = pad(seen_BM, (0, M - N * own), value=True)
+
+    def sees_carried(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert seen_BM is not None
+        there = (key < context) | seen_BM[b, (key - context).clamp(min=0)]
+        return sees(b, h, query, key) & there
+
+    part_BUW, whole_BUW = _tiles(stops_BQ, starts_BQ, block_size, own, context, context + M)
     return BlockMask.from_kv_blocks(
         *_listed(part_BUW.unsqueeze(1)), *_listed(whole_BUW.unsqueeze(1)),
-        BLOCK_SIZE=TILE, mask_mod=sees, seq_lengths=(Q, context + Q),
+        BLOCK_SIZE=TILE, mask_mod=sees if carried_BNJ is None else sees_carried,
+        seq_lengths=(Q, context + M),
     )  # fmt: skip
 
 
 def _tiles(
-    stops_BQ: Tensor, starts_BQ: Tensor, block_size: int, context: int
+    stops_BQ: Tensor, starts_BQ: Tensor, block_size: int, own: int, context: int, keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Tiles read in part and whole, both `[B, U, W]`."""
+    """Tiles read in part and whole, both `[B, U, W]`.
+
+    Args:
+        own: keys of a block's own, its slots or more.
+        keys: all of them, in whole tiles.
+    """
     B, Q = stops_BQ.shape
     stops_BUT, starts_BUT = (t.view(B, -1, TILE) for t in (stops_BQ, starts_BQ))
     device = stops_BQ.device
-    left_W = torch.arange(0, context + Q, TILE, device=device)
+    left_W = torch.arange(0, keys, TILE, device=device)
     right_W = left_W + TILE
     in_context_W = right_W <= context
     # Some row sees some key of the tile (an outer bound), and every row sees every key.
@@ -98,8 +122,8 @@ def _tiles(
     )
     # A tile of queries holds rows of the blocks that begin before its end and end after its start.
     rows_U = torch.arange(0, Q, TILE, device=device).unsqueeze(-1)
-    first_U = context + rows_U // block_size * block_size
-    last_U = context + ((rows_U + TILE - 1) // block_size + 1) * block_size
+    first_U = context + rows_U // block_size * own
+    last_U = context + ((rows_U + TILE - 1) // block_size + 1) * own
     own_UW = (left_W < last_U) & (right_W > first_U) & ~in_context_W
     return (some_BUW & ~all_BUW & in_context_W) | own_UW, all_BUW & in_context_W
 

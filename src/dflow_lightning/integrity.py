@@ -3,9 +3,10 @@
 In `dflow_config` of config.json, beside what other modules write there:
 
     exported_config   the keys that engines read, once more: a key that was changed is named
-    checksums         sha256 of model.safetensors, of relay/relay.safetensors and decode/draft.pt2
-                      where they are, and of `dflow_config` itself without its checksums, as JSON
-                      with sorted keys and no spaces
+    checksums         sha256 of model.safetensors, of relay/relay.safetensors,
+                      carryover/carryover.safetensors and decode/draft.pt2 where they are, and of
+                      `dflow_config` itself without its checksums, as JSON with sorted keys and no
+                      spaces
 
 Exports from before these, and folders that others published, are read without them.
 """
@@ -20,7 +21,8 @@ from typing import Any
 from dflow_lightning.errors import InputError
 
 PACKAGE = "decode/draft.pt2"
-FILES = ("model.safetensors", "relay/relay.safetensors", PACKAGE)
+CARRYOVER = "carryover/carryover.safetensors"
+FILES = ("model.safetensors", "relay/relay.safetensors", CARRYOVER, PACKAGE)
 SECTION = "dflow_config"
 PICKLED = {".bin", ".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".joblib"}
 CODE = {".py", ".pyc", ".so", ".pt2"}

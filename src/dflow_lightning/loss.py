@@ -1,5 +1,7 @@
 """The block loss: cross-entropy on the data's tokens, weighted down away from the anchor.
 
+The target's own distribution in place of the data's tokens is in `soft_targets.py`.
+
 Shapes: B batch, N blocks per sequence, K block size, D hidden, V vocabulary.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,21 +27,38 @@ class LossConfig:
     """The training objective.
 
     Args:
+        kind: `cross_entropy` on the data's tokens with weights that decay from the anchor;
+            `dpace`, the same losses with weights that follow the drafter's own confidence
+            (`dpace_weights`); `kl`, the divergence of the drafter's distribution from the target's,
+            with the decaying weights.
         gamma: decay of the slot weights, `exp(-(k-1)/gamma)`; 7 for blocks of 16, 5 for 10, 4 for 8
             (DFlash's values) and linear in the block size between, when left out.
+        dpace_alpha: smoothing of the confidence in `dpace`; at 1 every slot that follows counts
+            fully, near 0 nothing after the first doubtful slot does.
         round_weights: weight of the mask round and of each rollout round; by default their numbers
             of blocks.
         chunk_blocks: blocks whose logits exist at the same time, by default as many as have 256
             MiB of them in float32; memory does not grow with the number of blocks.
     """
 
+    kind: Literal["cross_entropy", "dpace", "kl"] = "cross_entropy"
     gamma: float | None = None
+    dpace_alpha: float = 0.5
     round_weights: list[float] | None = None
     chunk_blocks: int | None = None
 
     def __post_init__(self) -> None:
         if self.gamma is not None and self.gamma <= 0:
             raise InputError(f"loss.gamma is {self.gamma}; give a positive number or leave it out")
+        if self.gamma is not None and self.kind == "dpace":
+            raise InputError(
+                f"loss.gamma is {self.gamma} but loss.kind is dpace, whose weights do not decay; "
+                "leave gamma out (null in an overlay)"
+            )
+        if not 0 < self.dpace_alpha <= 1:
+            raise InputError(
+                f"loss.dpace_alpha is {self.dpace_alpha}; give a number above 0 and up to 1"
+            )
         weights = self.round_weights
         if weights is not None and (min(weights, default=0) < 0 or not sum(weights) > 0):
             raise InputError(
@@ -58,7 +77,23 @@ class LossConfig:
         """Blocks of a chunk, `chunk_blocks` or what fits into `CHUNK_BYTES`."""
         if self.chunk_blocks is not None:
             return self.chunk_blocks
-        return blocks_within(CHUNK_BYTES, block_size - 1, vocab_size)
+        logits = 2 if self.kind == "kl" else 1  # the target's beside the drafter's
+        return blocks_within(CHUNK_BYTES // logits, block_size - 1, vocab_size)
+
+    def weigh(
+        self, losses_BNK: Tensor, supervised_BNK: Tensor, slot_weights_K: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weights of the slots' losses, and what their weighted sum is divided by the sum of.
+
+        The weights of `dpace` say how much a slot matters, not only against its neighbours, so
+        they are not divided out: the loss is a mean over supervised slots. (The authors' code
+        divides by the number of rows, which is another constant.)
+        """
+        if self.kind == "dpace":
+            weights_BNK = dpace_weights(losses_BNK, supervised_BNK, self.dpace_alpha)
+            return weights_BNK, supervised_BNK.to(weights_BNK.dtype)
+        weights_BNK = supervised_BNK * slot_weights_K
+        return weights_BNK, weights_BNK
 
 
 def blocks_within(limit: int, slots: int, vocab_size: int) -> int:
@@ -115,6 +150,23 @@ def _positive(weight: Tensor) -> Tensor:
 def slot_weights(block_size: int, gamma: float) -> Tensor:
     """Weights of slots 1..K-1: `exp(-(k-1)/gamma)`."""
     return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
+
+
+def dpace_weights(losses_BNK: Tensor, supervised_BNK: Tensor, alpha: float) -> Tensor:
+    """Weights of slots 1..K-1 by what each contributes to the expected acceptance length.
+
+    `w_j = sum over m >= j of product over i <= m of ((1 - alpha) q_i + alpha)`, where
+    `q_i = exp(-loss_i)` is the drafter's probability of the label, without gradient. The product is
+    a smoothed probability that the first m drafts are accepted. A slot that is not supervised is 1
+    in products and 0 in sums, and weighs nothing. D-PACE (arXiv 2605.18810), equation 8.
+
+    Args:
+        losses_BNK: cross-entropy of each slot, `[B, N, K-1]`.
+    """
+    confidence_BNK = (1 - alpha) * torch.exp(-losses_BNK.detach()) + alpha
+    prefix_BNK = confidence_BNK.where(supervised_BNK, torch.ones_like(confidence_BNK)).cumprod(-1)
+    counted_BNK = prefix_BNK * supervised_BNK
+    return counted_BNK.flip(-1).cumsum(-1).flip(-1) * supervised_BNK
 
 
 def token_losses(

@@ -147,8 +147,8 @@ def drafter_arms(decoders: Mapping[str, SpeculativeDecoder], settings: BenchSett
 
 
 def relay_modes(decoder: SpeculativeDecoder, choice: RelayChoice) -> list[str]:
-    """A drafter without a relay is measured once, as "off"."""
-    if decoder.relay is None:
+    """A drafter without relay and carryover is measured once, as "off"."""
+    if not decoder.keeps_rejected:
         return ["off"]
     return ["on", "off"] if choice == "both" else [choice]
 

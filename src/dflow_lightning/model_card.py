@@ -71,6 +71,14 @@ there, and serve as above.
 """
 
 
+CARRYOVER_NOTE = """
+SGLang and vLLM load the body in `model.safetensors` and leave the other folders alone: they draft
+as `dflow-train decode --relay off` does. Carryover changes which drafts are accepted, never the
+output. It is decoded by `dflow-train` alone; the vLLM plug-in of dflow-lightning refuses this
+folder.
+"""
+
+
 def model_card(config: dict[str, Any], recipe: dict[str, Any]) -> str:
     """The card of the export with this config.json, from the settings it was trained with."""
     ours, relay = config["dflow_config"], config["dflow_config"]["relay"]
@@ -80,8 +88,12 @@ def model_card(config: dict[str, Any], recipe: dict[str, Any]) -> str:
         described = (
             f"hidden layer of {relay['hidden_size']}, row of the first rejected token {rows}"
         )
+        if (terms := relay.get("terms", "both")) != "both":
+            described += f", {terms} alone"
+    if ours.get("carryover"):
+        described += "; rejected rows also carried over as context (folder `carryover`)"
     return CARD.format(
-        kind="DFlow" if relay else "DFlash",
+        kind="DFlow" if relay or ours.get("carryover") else "DFlash",
         target=ours["target"]["name"],
         fingerprint=ours["target"]["fingerprint"][:16],
         num_draft_tokens=ours["num_draft_tokens"],
@@ -92,7 +104,7 @@ def model_card(config: dict[str, Any], recipe: dict[str, Any]) -> str:
         dtype=config["dtype"],
         relay=described,
         tau=measured(ours.get("training")),
-        relay_note=RELAY_NOTE if relay else "",
+        relay_note=CARRYOVER_NOTE if ours.get("carryover") else RELAY_NOTE if relay else "",
         recipe=RECIPE.format(recipe=told(recipe)) if recipe else "",
     )
 

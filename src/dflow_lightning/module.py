@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dflow_lightning.acceptance import leading_run
 from dflow_lightning.attention import Backend
-from dflow_lightning.blocks import draw_anchors, slot_labels
+from dflow_lightning.blocks import draw_anchors, slot_labels, slot_positions
+from dflow_lightning.carryover import side_by_side
 from dflow_lightning.causal_head import CausalHeadConfig, corrected_losses
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import SpeculativeDecoder
@@ -25,8 +26,9 @@ from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.errors import InputError
 from dflow_lightning.loss import LossConfig, LossWindow, slot_weights, token_losses
 from dflow_lightning.optimizer import OptimizerConfig
-from dflow_lightning.relay import Relay, RelayConfig
+from dflow_lightning.relay import Relay, RelayConfig, RelayInput
 from dflow_lightning.rollout import Round, StepInputs, clean_forward
+from dflow_lightning.soft_targets import soft_losses
 from dflow_lightning.training_module import CHECKPOINT_KEY, TargetConfig, TrainingModule
 
 
@@ -102,6 +104,7 @@ class DrafterModule(TrainingModule):
             step: whose anchors to draw; by default the trainer's, and 0 outside training.
         """
         layer_ids = self.drafter.dims.target_layer_ids
+        up_to_head = up_to_head or self.loss_config.kind == "kl"
         inputs = clean_forward(self.target, batch, layer_ids, extra_slots, up_to_head=up_to_head)
         if step is None:
             step = self.global_step if self.training else 0
@@ -142,17 +145,22 @@ class DrafterModule(TrainingModule):
         shares = [weight / n for weight, n in zip(round_weights, blocks, strict=True)]
         window = LossWindow() if window is None else window
         loss = window.add(sums_R4, totals_R4, sums_R4.new_tensor(shares))
-        if self.relay is not None and all(current.relay is None for current in inputs.rounds):
-            loss = loss + 0.0 * self._idle_relay(loss.dtype)
+        if all(current.relay is None for current in inputs.rounds):
+            loss = loss + 0.0 * self._idle(loss.dtype)
         # Data-parallel strategies average gradients, but the denominators are sums already.
         return (loss * self.trainer.world_size if self._trainer is not None else loss), totals_R4
 
-    def _idle_relay(self, dtype: torch.dtype) -> Tensor:
-        """The relay on one empty row: every process touches every parameter in every step."""
-        assert self.relay is not None
+    def _idle(self, dtype: torch.dtype) -> Tensor:
+        """Relay and carryover on empty rows: every process touches every parameter in each step."""
         row_D = torch.zeros(self.drafter.dims.hidden_size, dtype=dtype, device=self.device)
         valid = torch.ones(1, dtype=torch.bool, device=self.device)
-        return self.relay(row_D.unsqueeze(0), row_D, row_D, valid).sum()
+        found = row_D.sum()
+        if self.relay is not None:
+            found = found + self.relay(row_D.unsqueeze(0), row_D, row_D, valid).sum()
+        empty = RelayInput(row_D.expand(2, -1), valid.expand(2), row_D, row_D)
+        if (carried := self.drafter.carry(empty)) is not None:
+            found = found + carried.h_BNJD.sum()
+        return found
 
     def _forward_blocks(self, inputs: StepInputs) -> Tensor:
         """Hidden states of the blocks of all rounds, one after the other, `[B, N, K, D]`."""
@@ -163,8 +171,17 @@ class DrafterModule(TrainingModule):
         anchors_BN = torch.cat([a.positions_BN for a in all_anchors], dim=1)
         starts = [a.starts_BN for a in all_anchors if a.starts_BN is not None]  # of packed rows
         starts_BN = torch.cat(starts, dim=1) if starts else None
-        x_BNKD = torch.cat([self.round_inputs(inputs.batch, r) for r in inputs.rounds], dim=1)
-        return self.drafter(x_BNKD, context, anchors_BN, starts_BN=starts_BN)
+        if self.drafter.carryover is None:
+            parts, carried = [self.round_inputs(inputs.batch, r) for r in inputs.rounds], None
+        else:
+            rows = [r.project(self.drafter) for r in inputs.rounds]
+            given = zip(inputs.rounds, rows, strict=True)
+            parts = [self.round_inputs(inputs.batch, r, known) for r, known in given]
+            carried = side_by_side(
+                [self.drafter.carry(each) for each in rows], [part.shape[1] for part in parts]
+            )
+        x_BNKD = torch.cat(parts, dim=1)
+        return self.drafter(x_BNKD, context, anchors_BN, starts_BN=starts_BN, carried=carried)
 
     def _round_sums(self, inputs: StepInputs, hidden_BNKD: Tensor) -> Tensor:
         """Per round: weighted loss, weight, accepted drafts and valid blocks, `[R, 4]`."""
@@ -174,11 +191,13 @@ class DrafterModule(TrainingModule):
         labels_BNK = torch.cat([labels for labels, _ in targets], dim=1)
         supervised_BNK = torch.cat([supervised for _, supervised in targets], dim=1)
         losses_BNK, predicted_BNK = self._token_losses(inputs, hidden_BNKD[..., 1:, :], labels_BNK)
-        weights_BNK = supervised_BNK * self._slot_weights_K
+        weights_BNK, counted_BNK = self.loss_config.weigh(
+            losses_BNK, supervised_BNK, self._slot_weights_K
+        )
         accepted_BN = leading_run((predicted_BNK == labels_BNK) & supervised_BNK)
         valid_BN = torch.cat([a.valid_BN for a in all_anchors], dim=1)
         columns_BN4 = torch.stack(
-            [(losses_BNK * weights_BNK).sum(-1), weights_BNK.sum(-1), accepted_BN, valid_BN], dim=-1
+            [(losses_BNK * weights_BNK).sum(-1), counted_BNK.sum(-1), accepted_BN, valid_BN], dim=-1
         )
         sizes = [a.positions_BN.shape[1] for a in all_anchors]
         return torch.stack([part.sum(dim=(0, 1)) for part in columns_BN4.split(sizes, dim=1)])
@@ -188,12 +207,15 @@ class DrafterModule(TrainingModule):
     ) -> tuple[Tensor, Tensor]:
         """Loss and prediction of each predicted slot, a causal head fed with the data's tokens."""
         size = self.loss_config.blocks_at_once(self.drafter.dims.block_size, self.target.vocab_size)
-        causal_head = self.drafter.causal_head
-        if causal_head is None:
-            return token_losses(
-                hidden_BNJD, labels_BNJ, self._head, size, self.target.head_weight
-            )
         anchors_BN = torch.cat([r.anchors.positions_BN for r in inputs.rounds], dim=1)
+        causal_head = self.drafter.causal_head
+        if causal_head is None and self.loss_config.kind == "kl":
+            rows_BNJ = slot_positions(anchors_BN, labels_BNJ.shape[-1])
+            return soft_losses(
+                hidden_BNJD, inputs.hidden_BSD, rows_BNJ, self._head, size, self.target.head_weight
+            )
+        if causal_head is None:
+            return token_losses(hidden_BNJD, labels_BNJ, self._head, size, self.target.head_weight)
         anchor_ids_BN1 = inputs.batch.input_ids_BS.gather(1, anchors_BN).unsqueeze(-1)
         before_BNJ = torch.cat([anchor_ids_BN1, labels_BNJ[..., :-1]], dim=-1)
         before_BNJD = self.target.embed(before_BNJ).to(hidden_BNJD.dtype)
@@ -209,10 +231,10 @@ class DrafterModule(TrainingModule):
         total = int(self.trainer.estimated_stepping_batches)
         return self.causal_head_config.base_share(self.global_step, total)
 
-    def round_inputs(self, batch: Batch, current: Round) -> Tensor:
+    def round_inputs(self, batch: Batch, current: Round, rows: RelayInput | None = None) -> Tensor:
         """Slot inputs of one round, with gradient through the relay."""
         detach = self.relay_config.detach_features
-        return current.embed(batch, self.target, self.drafter, self.relay, detach=detach)
+        return current.embed(batch, self.target, self.drafter, self.relay, detach=detach, rows=rows)
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self.target.head(hidden.to(self.target.dtype))
@@ -256,7 +278,7 @@ class DrafterModule(TrainingModule):
             )
         config = TargetConfig(**saved["target_config"] | ({"path": target} if target else {}))
         dims = saved["drafter"]
-        shape = {name: dims[name] for name in DrafterConfig.__dataclass_fields__}
+        shape = {name: dims[name] for name in DrafterConfig.__dataclass_fields__ if name in dims}
         module = cls(
             target=config, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"]),
             causal_head=CausalHeadConfig(**saved.get("causal_head", {})),
@@ -268,10 +290,11 @@ class DrafterModule(TrainingModule):
     def _warm_start(self, folder: Path) -> None:
         loaded = load_export(folder, self.target)
         ours, theirs = self.drafter.dims, loaded.drafter.dims
-        names = [*(f.name for f in fields(DrafterConfig)), "rope_parameters"]
+        shape = [f.name for f in fields(DrafterConfig) if f.name != "carryover"]
+        names = [*shape, "rope_parameters"]
         pairs = {f"drafter.{name}": (getattr(ours, name), getattr(theirs, name)) for name in names}
         if self.relay is not None and loaded.relay is not None:
-            for name in ("hidden_size", "normalize_boundary"):
+            for name in ("hidden_size", "normalize_boundary", "terms"):
                 pairs[f"relay.{name}"] = (getattr(self.relay, name), getattr(loaded.relay, name))
             rejected = (self.relay_config.first_rejected, loaded.first_rejected)
             pairs["relay.first_rejected"] = rejected
@@ -281,7 +304,9 @@ class DrafterModule(TrainingModule):
                     f"{name} is {here} but model.init_from {folder} has {there}; "
                     "set the recipe to the checkpoint's value or start from another drafter"
                 )
-        self.drafter.load_state_dict(loaded.drafter.state_dict())
+        state = self.drafter.state_dict()  # without carryover on either side: as it is here
+        state |= {n: t for n, t in loaded.drafter.state_dict().items() if n in state}
+        self.drafter.load_state_dict(state)
         if self.relay is not None and loaded.relay is not None:
             self.relay.load_state_dict(loaded.relay.state_dict())
 

@@ -27,6 +27,7 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.module import DrafterModule
 from dflow_lightning.plan_memory import GIB, PRECISIONS, RESERVE, Plan, Sharding, count
 from dflow_lightning.plan_work import Work
+from dflow_lightning.recipe_base import with_bases
 from dflow_lightning.relay import RelayConfig
 from dflow_lightning.target import UNREADABLE, FrozenTarget
 from dflow_lightning.training_module import BLOCK, Method
@@ -77,7 +78,7 @@ def parse(args: Sequence[str]) -> Any:
     for name in ("seed_everything", "run_dir", "ckpt_path"):
         parser.add_argument(f"--{name}", type=Any, default=None, help="Not used here.")
     parser.link_arguments("model.target.path", "data.tokenizer")
-    recipe = parser.parse_args(list(args))
+    recipe = parser.parse_args(with_bases(args))
     for name, unit in (("gpu_memory", "GiB"), ("gpu_tflops", "TFLOP/s")):
         if getattr(recipe, name) <= 0:
             raise InputError(f"{name} is {getattr(recipe, name):g}; give the {unit} of one GPU")

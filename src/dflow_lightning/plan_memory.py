@@ -109,8 +109,13 @@ class Plan:
 
     @property
     def relay_slots(self) -> int:
-        """Slots of one row whose input the relay corrects, over all rounds."""
-        return self.recipe.rollout.num_rounds * self.rolled_slots if self.relay else 0
+        """Slots of one row that get a rejected row, over all rounds."""
+        return self.recipe.rollout.num_rounds * self.rolled_slots if self.keeps_rejected else 0
+
+    @property
+    def keeps_rejected(self) -> bool:
+        """Whether the recipe has a relay or carryover."""
+        return self.relay is not None or self.drafter.dims.carryover
 
     @property
     def slots(self) -> int:
@@ -122,7 +127,7 @@ class Plan:
     def verified(self) -> int:
         """Drafted tokens of one row that the target reads, over all rounds."""
         rollout = self.recipe.rollout
-        relays = self.relay is not None and rollout.mode in ("online", "teacher_forced")
+        relays = self.keeps_rejected and rollout.mode in ("online", "teacher_forced")
         read = relays or rollout.reference == "target"
         return rollout.num_rounds * self.rolled_slots if read else 0
 
@@ -197,6 +202,7 @@ class Plan:
         """Layers of the target that run."""
         rollout = self.recipe.rollout
         to_the_head = rollout.num_rounds and rollout.reference == "target"
+        to_the_head = to_the_head or self.recipe.model.loss.kind == "kl"
         return (
             self.target.num_layers if to_the_head else max(self.drafter.dims.target_layer_ids) + 1
         )

@@ -7,7 +7,7 @@ dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch.nn.functional import linear
 from dflow_lightning.errors import InputError
 
 Layout = Literal["anchor_first", "shifted"]
+Terms = Literal["both", "scale", "shift"]
+TERMS = get_args(Terms)
 
 
 @dataclass(kw_only=True)
@@ -30,6 +32,7 @@ class RelayConfig:
         detach_features: keep the relay's gradient out of `fc` and `hidden_norm`.
         normalize_boundary: bring the two boundary embeddings to the scale of `h`, since those of
             tokens are often ten times smaller. `false` is the paper's literal text.
+        terms: of `beta * LayerNorm(h) + gamma` both terms, the `scale` alone or the `shift` alone.
     """
 
     enabled: bool = False
@@ -37,6 +40,7 @@ class RelayConfig:
     first_rejected: bool = True
     detach_features: bool = False
     normalize_boundary: bool = True
+    terms: Terms = "both"
 
     def __post_init__(self) -> None:
         if self.hidden_size is not None and self.hidden_size < 1:
@@ -47,7 +51,10 @@ class RelayConfig:
     def build(self, hidden_size: int, norm_eps: float) -> Relay:
         """The relay of a drafter of this width, untrained."""
         width = self.hidden_size or 2 * hidden_size
-        return Relay(hidden_size, width, norm_eps, normalize_boundary=self.normalize_boundary)
+        return Relay(
+            hidden_size, width, norm_eps,
+            normalize_boundary=self.normalize_boundary, terms=self.terms,
+        )  # fmt: skip
 
 
 def relay_rows(
@@ -110,8 +117,9 @@ class Relay(nn.Module):
     """`beta * LayerNorm(h) + gamma`, the correction added to a mask embedding.
 
     `[beta; gamma] = MLP([E(bonus); E(rejected); h])` with one hidden layer and SiLU (DFlow paper,
-    equations 4 and 5), the boundary embeddings optionally at unit scale. The last layer starts at
-    zero, so that an untrained relay adds exactly zero and the drafter is DFlash bit for bit.
+    equations 4 and 5), the boundary embeddings optionally at unit scale, and optionally one of the
+    two terms alone. The last layer starts at zero, so that an untrained relay adds exactly zero and
+    the drafter is DFlash bit for bit.
     """
 
     def __init__(
@@ -121,15 +129,19 @@ class Relay(nn.Module):
         norm_eps: float = 1e-6,
         *,
         normalize_boundary: bool = True,
+        terms: Terms = "both",
     ) -> None:
         super().__init__()
         self.hidden_size = relay_hidden_size
         self.normalize_boundary = normalize_boundary
-        self.relay_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.terms: Terms = terms
+        self.norm_eps = norm_eps
+        # What is left out has no weights: every parameter gets a gradient in every step.
+        self.relay_norm = None if terms == "shift" else nn.LayerNorm(hidden_size, eps=norm_eps)
         self.relay_mlp = nn.Sequential(
             nn.Linear(3 * hidden_size, relay_hidden_size),
             nn.SiLU(),
-            nn.Linear(relay_hidden_size, 2 * hidden_size),
+            nn.Linear(relay_hidden_size, (2 if terms == "both" else 1) * hidden_size),
         )
         last = self.relay_mlp[2]
         assert isinstance(last, nn.Linear)
@@ -155,6 +167,14 @@ class Relay(nn.Module):
         # block and computed once.
         of_boundary, of_h = first.weight.split([boundary.shape[-1], h.shape[-1]], dim=-1)
         hidden = linear(boundary, of_boundary, first.bias).unsqueeze(-2) + linear(h, of_h)
-        beta, gamma = last(activation(hidden)).chunk(2, dim=-1)
-        correction = beta * self.relay_norm(h) + gamma
+        correction = last(activation(hidden))
+        if self.terms == "both":
+            beta, gamma = correction.chunk(2, dim=-1)
+            correction = beta * self._normed(h) + gamma
+        elif self.terms == "scale":
+            correction = correction * self._normed(h)
         return correction.masked_fill(~valid.unsqueeze(-1), 0.0)
+
+    def _normed(self, h: Tensor) -> Tensor:
+        assert self.relay_norm is not None
+        return self.relay_norm(h)

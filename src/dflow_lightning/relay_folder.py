@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.relay import Relay
+from dflow_lightning.relay import TERMS, Relay
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -131,11 +131,18 @@ def load_relay(folder: Path, config: dict[str, Any], hidden_size: int) -> tuple[
     missing = [key for key in ("hidden_size", "first_rejected", "norm_eps") if key not in settings]
     if missing:
         raise InputError(f"drafter: {folder}/relay/config.json lacks {missing[0]}; export it again")
+    terms = settings.get("terms", "both")  # which older exports do not say
+    if terms not in TERMS:
+        raise InputError(
+            f"drafter: {folder}/relay/config.json has terms {terms!r}, which is none of "
+            f"{', '.join(TERMS)}; update dflow-lightning or export it again"
+        )
     relay = Relay(
         hidden_size,
         settings["hidden_size"],
         norm_eps=settings["norm_eps"],
         normalize_boundary=settings.get("normalize_boundary", False),  # older exports did not
+        terms=terms,
     )
     load_tensors(relay, folder / "relay/relay.safetensors", None)
     return relay, bool(settings["first_rejected"])

@@ -7,7 +7,7 @@ rejected suffix to the next block. Shapes never depend on the data: blocks that 
 Shapes: B batch, S sequence, N blocks per sequence, K block size, L cache slots, C tapped width.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -53,6 +53,10 @@ class Round:
     anchors: Anchors
     relay: RelayRows | None = None
 
+    def project(self, drafter: Drafter) -> RelayInput | None:
+        """The rejected rows under the drafter's current projection, if the round has any."""
+        return None if self.relay is None else self.relay.project(drafter)
+
     def embed(
         self,
         batch: Batch,
@@ -61,12 +65,20 @@ class Round:
         relay: Relay | None,
         *,
         detach: bool = False,
+        rows: RelayInput | None = None,
     ) -> Tensor:
-        """Slot inputs of the round's blocks, `[B, N, K, D]`."""
+        """Slot inputs of the round's blocks, `[B, N, K, D]`.
+
+        Args:
+            rows: from `project`, where something else needs them too.
+        """
         anchor_ids_BN = batch.input_ids_BS.gather(1, self.anchors.positions_BN)
         correction = None
         if relay is not None and self.relay is not None:
-            rows = self.relay.project(drafter, detach=detach)
+            if rows is None:
+                rows = self.relay.project(drafter, detach=detach)
+            elif detach:
+                rows = replace(rows, h_BNKD=rows.h_BNKD.detach())
             correction = relay_correction(target, relay, rows)
         return embed_blocks(target, drafter, anchor_ids_BN, correction)
 
@@ -75,7 +87,8 @@ class Round:
 class StepInputs:
     """All that a training step feeds the drafter: clean target features and the rounds' blocks.
 
-    `hidden_BSD` are the target's last hidden states, where the clean forward ran up to the head.
+    Attributes:
+        hidden_BSD: what the target's head reads at the clean tokens, where it was computed.
     """
 
     batch: Batch
@@ -188,6 +201,11 @@ class Rollout:
     mode: Mode
     reference: Literal["data", "target"]
 
+    @property
+    def keeps_rejected(self) -> bool:
+        """Whether rejected rows go to the next round, by relay or carryover."""
+        return self.relay is not None or self.drafter.carryover is not None
+
     @torch.no_grad()
     def extend(self, inputs: StepInputs, num_rounds: int, num_anchors: int) -> None:
         """Append `num_rounds` rounds to the step, starting from a subset of the mask round."""
@@ -203,24 +221,26 @@ class Rollout:
         batch, dims = inputs.batch, self.drafter.dims
         K, anchors = dims.block_size, current.anchors
         anchor_ids_BN = batch.input_ids_BS.gather(1, anchors.positions_BN)
-        x_BNKD = current.embed(batch, self.target, self.drafter, self.relay)
+        rows = current.project(self.drafter)
+        x_BNKD = current.embed(batch, self.target, self.drafter, self.relay, rows=rows)
         labels_BNK, supervised_BNK = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
         gold_BNK = labels_BNK if self.mode == "teacher_forced" else None
         drafts_BNK = draft_tokens(
-            self.target, self.drafter, x_BNKD, context, anchors, anchor_ids_BN, gold_BNK
-        )
+            self.target, self.drafter, x_BNKD, context, anchors, anchor_ids_BN, gold_BNK,
+            self.drafter.carry(rows),
+        )  # fmt: skip
 
         chosen_BNK = labels_BNK.masked_fill(~supervised_BNK, -1)
         taps_BNKC = None
         if self.reference == "target" or (
-            self.relay is not None and self.mode in ("online", "teacher_forced")
+            self.keeps_rejected and self.mode in ("online", "teacher_forced")
         ):
             ids_BNK = torch.cat([anchor_ids_BN.unsqueeze(-1), drafts_BNK], dim=-1)
             taps_BNKC, argmax_BNK = self.verify(inputs, ids_BNK, anchors)
             chosen_BNK = chosen_BNK if argmax_BNK is None else argmax_BNK[..., :-1]
         num_accepted_BN = accept(drafts_BNK, chosen_BNK)
         following = next_anchors(anchors, num_accepted_BN, batch.loss_mask_BS, K)
-        if self.relay is None or self.mode == "off":
+        if not self.keeps_rejected or self.mode == "off":
             return Round(following)
 
         if taps_BNKC is None:
@@ -317,12 +337,17 @@ class OnlineRollout(Callback):
     ) -> None:
         """Check the rounds against the module before training starts."""
         if stage == "fit":
-            if pl_module.relay is not None and (not self.num_rounds or self.mode == "off"):
+            carryover = pl_module.drafter.carryover is not None
+            if (pl_module.relay is not None or carryover) and (
+                not self.num_rounds or self.mode == "off"
+            ):
                 named = f"mode is {self.mode}" if self.num_rounds else "num_rounds is 0"
+                part = "relay.enabled" if pl_module.relay is not None else "drafter.carryover"
+                kind = "a relay" if pl_module.relay is not None else "carryover"
                 raise InputError(
-                    f"rollout.{named} but relay.enabled is true, and a relay learns in rollout "
+                    f"rollout.{named} but {part} is true, and {kind} learns in rollout "
                     "rounds alone; set rollout.num_rounds to 1 or more and mode to online, or "
-                    "relay.enabled to false"
+                    f"{part} to false"
                 )
             if self.num_rounds and self.num_anchors > pl_module.num_anchors:
                 raise InputError(

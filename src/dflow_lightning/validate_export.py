@@ -91,7 +91,9 @@ class Subject:
 
     @property
     def relay_modes(self) -> list[bool]:
-        return [False] if self.loaded.relay is None else [True, False]
+        loaded = self.loaded
+        used = loaded.relay is not None or loaded.drafter.carryover is not None
+        return [True, False] if used else [False]
 
 
 def validate_export_command(
@@ -242,18 +244,19 @@ def checkpoint(subject: Subject) -> Found:
             f"the checkpoint is of {saved['target']}, whose weights are not the target's"
         )
     for name, value in asdict(loaded.drafter.dims).items():
-        if saved["drafter"][name] != value:
-            raise FailedError(f"{name} is {value}, but {saved['drafter'][name]} in the checkpoint")
+        theirs = saved["drafter"].get(name, False)  # older ones know nothing of carryover
+        if theirs != value:
+            raise FailedError(f"{name} is {value}, but {theirs} in the checkpoint")
     relay_saved = saved["relay"]
     if relay_saved["enabled"] != (loaded.relay is not None):
         raise FailedError("relay: one of checkpoint and export has a relay, the other has none")
     if loaded.relay and relay_saved["first_rejected"] != loaded.first_rejected:
         raise FailedError(f"first_rejected is {loaded.first_rejected}, which the checkpoint is not")
     ours = rebuild(subject.checkpoint, loaded, target)
-    for mine, theirs in zip(ours, (loaded.drafter, loaded.relay), strict=True):
-        if mine is not None and theirs is not None:
+    for mine, read in zip(ours, (loaded.drafter, loaded.relay), strict=True):
+        if mine is not None and read is not None:
             for name, tensor in mine.state_dict().items():
-                if not torch.equal(tensor, theirs.state_dict()[name]):
+                if not torch.equal(tensor, read.state_dict()[name]):
                     raise FailedError(f"tensor {name} is not that of the checkpoint")
     blocks = [prompt.token_ids for prompt in subject.prompts[:NUM_COMPILED]]
     for token_ids in blocks:
@@ -298,14 +301,13 @@ def draft_logits(
     ids_1S = torch.tensor([token_ids], device=target.device)
     h_1SD = drafter.project(tapped_states(target, token_ids, dims.target_layer_ids))
     positions_1S = torch.arange(len(token_ids), device=target.device).unsqueeze(0)
-    correction = None
-    if relay is not None:
-        rows_11KD = h_1SD[:, -dims.block_size :].unsqueeze(1)
-        valid_11K = torch.ones_like(rows_11KD[..., 0], dtype=torch.bool)
-        rows = RelayInput(rows_11KD, valid_11K, ids_1S[:, -1:], ids_1S[:, -2:-1])
-        correction = relay_correction(target, relay, rows)
+    rows_11KD = h_1SD[:, -dims.block_size :].unsqueeze(1)
+    valid_11K = torch.ones_like(rows_11KD[..., 0], dtype=torch.bool)
+    rows = RelayInput(rows_11KD, valid_11K, ids_1S[:, -1:], ids_1S[:, -2:-1])
+    correction = None if relay is None else relay_correction(target, relay, rows)
     x_11KD = embed_blocks(target, drafter, ids_1S[:, -1:], correction)
-    hidden = drafter(x_11KD, drafter.context_kv(h_1SD, positions_1S), positions_1S[:, -1:])
+    context = drafter.context_kv(h_1SD, positions_1S)
+    hidden = drafter(x_11KD, context, positions_1S[:, -1:], carried=drafter.carry(rows))
     return target.head(hidden.to(target.dtype))
 
 

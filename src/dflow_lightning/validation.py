@@ -70,7 +70,7 @@ class ValidationDecoding(Callback):
         datamodule: ChatDataModule = trainer.datamodule  # type: ignore[attr-defined]
         prompts = datamodule.prompts(split, 1 if dry else self.prompts_per_family)
         decoder = module.decoder()
-        modes = {"": True, "_relay_off": False} if module.relay is not None else {"": False}
+        modes = {"": True, "_relay_off": False} if decoder.keeps_rejected else {"": False}
         for suffix, relay in modes.items():
             decoded = self._decode(trainer, decoder, prompts, relay=relay, dry=dry)
             if decoded is None:

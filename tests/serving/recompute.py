@@ -137,7 +137,11 @@ class Recompute:
         w = self.weights
         hidden = w["relay_mlp.0.weight"] @ torch.cat([*ends, h_D]) + w["relay_mlp.0.bias"]
         hidden = hidden * hidden.sigmoid()
-        beta_D, gamma_D = (w["relay_mlp.2.weight"] @ hidden + w["relay_mlp.2.bias"]).chunk(2)
+        made = w["relay_mlp.2.weight"] @ hidden + w["relay_mlp.2.bias"]
+        terms = self.settings.get("terms", "both")
+        if terms == "shift":
+            return made
+        beta_D, gamma_D = made.chunk(2) if terms == "both" else (made, 0.0)
         centred = h_D - h_D.mean()
         normed = centred / (centred.square().mean() + self.settings["norm_eps"]).sqrt()
         return beta_D * (normed * w["relay_norm.weight"] + w["relay_norm.bias"]) + gamma_D

@@ -73,10 +73,22 @@ class SpeculativeDecoder:
         return render_prompt(self.target.tokenizer, messages, enable_thinking=enable_thinking)
 
     def models(self, *, speculative: bool = True, relay: bool = True) -> Models:
-        """The parts a round runs: all of them, without relay, or the target alone."""
+        """The parts a round runs: all of them, without relay, or the target alone.
+
+        Args:
+            relay: use what a drafter has to use the rejected rows: its relay and its carryover.
+        """
         if not speculative:
             return Models(self.target, None)
-        return Models(self.target, self.drafter, self.relay if relay else None, self.first_rejected)
+        return Models(
+            self.target, self.drafter, self.relay if relay else None, self.first_rejected,
+            carryover=relay,
+        )  # fmt: skip
+
+    @property
+    def keeps_rejected(self) -> bool:
+        """Whether the drafter has a relay or carryover, which `relay=False` switches off."""
+        return self.models().keeps_rejected
 
     def engine(
         self,
@@ -93,7 +105,7 @@ class SpeculativeDecoder:
             raise InputError(
                 "backend is package, which drafts; choose eager or compiled for plain decoding"
             )
-        kind = (speculative, relay and self.relay is not None, acceptance, backend)
+        kind = (speculative, relay and self.keeps_rejected, acceptance, backend)
         engine = self._engines.get(kind)
         if engine is None or engine.num_slots != num_slots or engine.max_length < max_length:
             limit = self.target.config.max_position_embeddings

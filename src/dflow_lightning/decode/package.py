@@ -64,7 +64,13 @@ class DraftProgram(nn.Module):
         """
         embed = nn.functional.embedding
         dtype = self.drafter.fc.weight.dtype
-        correction = None
+        correction = carried = None
+        if relay_h_RKD is not None:
+            assert bonus_R is not None
+            assert rejected_R is not None
+            assert relay_valid_RK is not None
+            parts = (relay_h_RKD, relay_valid_RK, bonus_R, rejected_R)
+            carried = self.drafter.carry(RelayInput(*(part.unsqueeze(1) for part in parts)))
         if self.relay is not None:
             assert relay_h_RKD is not None
             assert bonus_R is not None
@@ -83,7 +89,9 @@ class DraftProgram(nn.Module):
             correction,
         )
         context = [ContextKV(*pair) for pair in zip(keys, values, strict=True)]
-        hidden_RNJD = draft_hidden(self.drafter, x_RNKD, context, anchors_R.unsqueeze(1))
+        hidden_RNJD = draft_hidden(
+            self.drafter, x_RNKD, context, anchors_R.unsqueeze(1), carried=carried
+        )
         logits_RJV = nn.functional.linear(hidden_RNJD.squeeze(1).to(head_VD.dtype), head_VD)
         return logits_RJV.argmax(-1)
 
@@ -125,7 +133,7 @@ def compile_package(models: Models, folder: Path) -> None:
     length = torch.export.Dim("length", min=2, max=MAX_CONTEXT)
     context = [{0: rows, 2: length}] * models.drafter.dims.num_layers
     shapes: list[Any] = [None, None, {0: rows}, {0: rows}, context, context]
-    if models.relay is not None:
+    if models.keeps_rejected:
         shapes += [{0: rows}] * 4
     with torch.no_grad():
         exported = torch.export.export(
@@ -143,6 +151,8 @@ def compile_package(models: Models, folder: Path) -> None:
 def manifest(models: Models) -> dict[str, Any]:
     """What a package must agree with to be used."""
     assert models.drafter is not None
+    # A key of its own only where it is true: packages from before carryover are still good.
+    carryover = {} if models.drafter.carryover is None else {"carryover": True}
     return {
         "torch": torch.__version__,
         "device": models.target.device.type,
@@ -151,6 +161,7 @@ def manifest(models: Models) -> dict[str, Any]:
         "block_size": models.drafter.dims.block_size,
         "num_layers": models.drafter.dims.num_layers,
         "vocab_size": models.target.vocab_size,
+        **carryover,
     }
 
 
@@ -214,6 +225,6 @@ class PackagedDraft:
         if mode.rejection:
             return rounds.draft(models, state, mode, rounds.correct(models, state))
         relay = state.relay
-        if relay is None and self._models.relay is not None:  # switched off: no valid rows
+        if relay is None and self._models.keeps_rejected:  # switched off: no valid rows
             relay = empty_relay(self._models, state.length_R.shape[0])
         return Drafts(self._run(*program_inputs(models, state, relay)))

@@ -30,6 +30,14 @@ class Models:
     drafter: AnyDrafter | None
     relay: Relay | None = None
     first_rejected: bool = True
+    carryover: bool = True  # whether the drafter's is used, if it has one
+
+    @property
+    def keeps_rejected(self) -> bool:
+        """Whether the rows of a rejected suffix go to the next block, by relay or carryover."""
+        if self.drafter is None:
+            return False
+        return self.relay is not None or (self.carryover and self.drafter.carryover is not None)
 
     @property
     def block_size(self) -> int:
@@ -47,7 +55,8 @@ class DecodeState:
         done_R: the slot decodes nothing: free, finished, or still reading its prompt.
         noise_RTC: uniform numbers per absolute position: the target's choice and, for rejection
             sampling, acceptance and the block's drafts, keyed by their anchor.
-        relay: aligned rows and boundary tokens of the next block (N = 1 block a request).
+        relay: aligned rows and boundary tokens of the next block (N = 1 block a request), for relay
+            and carryover.
         feature_RD: the feature of the row before the anchor, for an EAGLE-3 drafter.
     """
 
@@ -163,8 +172,8 @@ def _empty_feature(drafter: AnyDrafter | None, rows: int) -> Tensor | None:
 
 
 def empty_relay(models: Models, rows: int) -> RelayInput | None:
-    """No valid rows: the relay then adds exactly zero."""
-    if models.relay is None or models.drafter is None:
+    """No valid rows: the relay then adds exactly zero, and nothing is carried over."""
+    if models.drafter is None or not models.keeps_rejected:
         return None
     dims, weight = models.drafter.dims, models.drafter.fc.weight
     K, device = dims.block_size, weight.device

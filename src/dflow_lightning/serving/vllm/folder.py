@@ -49,7 +49,8 @@ def read_folder(folder: Path) -> FoundRelay | None:
     """The relay of a folder, None for a DFlash drafter of any origin.
 
     Raises:
-        InputError: the folder is damaged, or is not what it was when it was exported.
+        InputError: the folder is damaged, is not what it was when it was exported, or is of a
+            drafter with carryover.
     """
     if not (folder / "config.json").is_file():
         return None  # vLLM says so itself
@@ -57,6 +58,11 @@ def read_folder(folder: Path) -> FoundRelay | None:
     ours = "dflow_config" in config
     if not ours and not (folder / "relay").is_dir():
         return None
+    if (config.get("dflow_config") or {}).get("carryover"):
+        raise InputError(
+            f"drafter: {folder} was trained with carryover, which is not built into vLLM; serve "
+            "a drafter without it, or decode this one with dflow-train"
+        )
     if ours:
         integrity.check_files(folder)
     relay, first_rejected = load_relay(folder, config, _hidden_size(folder, config))
