@@ -11,7 +11,6 @@ from dflow_lightning.causal_head import CausalHeadConfig
 from dflow_lightning.errors import InputError
 from dflow_lightning.target import FrozenTarget
 
-
 HEAD = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")  # of the causal head
 
 

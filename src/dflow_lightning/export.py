@@ -237,7 +237,9 @@ def _weights(part: nn.Module, dtype: str) -> dict[str, Tensor]:
             raise InputError(
                 f"checkpoint: {name} holds values that are not finite; export an earlier one"
             )
-        weights[name.removeprefix(HEAD_PREFIX)] = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
+        weights[name.removeprefix(HEAD_PREFIX)] = (
+            tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
+        )
     return weights
 
 

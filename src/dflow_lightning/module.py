@@ -20,9 +20,9 @@ from dflow_lightning.blocks import draw_anchors, slot_labels
 from dflow_lightning.causal_head import CausalHeadConfig, corrected_losses
 from dflow_lightning.data.datamodule import Batch, ChatDataModule
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.dims import DrafterConfig, DrafterDims
+from dflow_lightning.dims import HEAD, DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter, start_from_target
-from dflow_lightning.drafter_folder import load_export
+from dflow_lightning.drafter_folder import HEAD_PREFIX, load_export
 from dflow_lightning.errors import InputError
 from dflow_lightning.loss import LossConfig, LossWindow, slot_weights, token_losses
 from dflow_lightning.optimizer import OptimizerConfig
@@ -254,9 +254,7 @@ class DrafterModule(LightningModule):
         size = self.loss_config.blocks_at_once(self.drafter.dims.block_size, self.target.vocab_size)
         causal_head = self.drafter.causal_head
         if causal_head is None:
-            return token_losses(
-                hidden_BNJD, labels_BNJ, self._head, size, self.target.head_weight
-            )
+            return token_losses(hidden_BNJD, labels_BNJ, self._head, size, self.target.head_weight)
         anchors_BN = torch.cat([r.anchors.positions_BN for r in inputs.rounds], dim=1)
         anchor_ids_BN1 = inputs.batch.input_ids_BS.gather(1, anchors_BN).unsqueeze(-1)
         before_BNJ = torch.cat([anchor_ids_BN1, labels_BNJ[..., :-1]], dim=-1)
@@ -410,13 +408,18 @@ class DrafterModule(LightningModule):
                 pairs[f"relay.{name}"] = (getattr(self.relay, name), getattr(loaded.relay, name))
             rejected = (self.relay_config.first_rejected, loaded.first_rejected)
             pairs["relay.first_rejected"] = rejected
+        if theirs.gru_hidden_dim is not None:  # its body alone has not learned to draft
+            pairs |= {f"causal_head.{name}": (getattr(ours, name), getattr(theirs, name))
+                      for name in HEAD}  # fmt: skip
         for name, (here, there) in pairs.items():
             if here != there:
                 raise InputError(
                     f"{name} is {here} but model.init_from {folder} has {there}; "
                     "set the recipe to the checkpoint's value or start from another drafter"
                 )
-        self.drafter.load_state_dict(loaded.drafter.state_dict())
+        # A head that the folder lacks begins untrained: it corrects nothing at first.
+        begun = {k: v for k, v in self.drafter.state_dict().items() if k.startswith(HEAD_PREFIX)}
+        self.drafter.load_state_dict(begun | loaded.drafter.state_dict())
         if self.relay is not None and loaded.relay is not None:
             self.relay.load_state_dict(loaded.relay.state_dict())
 

@@ -241,9 +241,10 @@ def checkpoint(subject: Subject) -> Found:
         raise FailedError(
             f"the checkpoint is of {saved['target']}, whose weights are not the target's"
         )
+    trained = asdict(DrafterDims(**saved["drafter"]))
     for name, value in asdict(loaded.drafter.dims).items():
-        if saved["drafter"][name] != value:
-            raise FailedError(f"{name} is {value}, but {saved['drafter'][name]} in the checkpoint")
+        if trained[name] != value:
+            raise FailedError(f"{name} is {value}, but {trained[name]} in the checkpoint")
     relay_saved = saved["relay"]
     if relay_saved["enabled"] != (loaded.relay is not None):
         raise FailedError("relay: one of checkpoint and export has a relay, the other has none")
