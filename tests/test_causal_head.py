@@ -197,8 +197,8 @@ def test_the_trainer_turns_the_share_down_and_touches_every_parameter(tiny_targe
     module = make_module(tiny_target_dir, relay=False, causal_head=True)
     batch, shares = one_text(module, [3, 5, 7, 9], 40), Shares()
     trainer = Trainer(
-        max_steps=4, limit_val_batches=0, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[shares],
+        max_steps=4, limit_val_batches=0, accelerator="cpu", logger=False, callbacks=[shares],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=tmp_path,
     )  # fmt: skip
     trainer.fit(module, Repeated(batch), Repeated(batch))

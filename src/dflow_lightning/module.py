@@ -409,6 +409,7 @@ class DrafterModule(LightningModule):
             rejected = (self.relay_config.first_rejected, loaded.first_rejected)
             pairs["relay.first_rejected"] = rejected
         if theirs.gru_hidden_dim is not None:  # its body alone has not learned to draft
+            pairs["causal_head.enabled"] = (self.drafter.causal_head is not None, True)
             pairs |= {f"causal_head.{name}": (getattr(ours, name), getattr(theirs, name))
                       for name in HEAD}  # fmt: skip
         for name, (here, there) in pairs.items():

@@ -185,6 +185,8 @@ def engine_contract(subject: Subject) -> Found:
     if problems:
         others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise FailedError(problems[0] + others, {"problems": problems})
+    if subject.loaded.drafter.causal_head is not None:
+        return "SGLang finds what it looks for; vLLM has no causal head", {}
     return "SGLang and vLLM find what they look for", {}
 
 
