@@ -137,7 +137,8 @@ FAULTS = {
     "causal": (config(is_causal=True), "is_causal is True in config.json"),
     "causal in vLLM": (config(dflash_config__causal=True), "causal is True in dflash_config"),
     "shifted layout": (config(dflash_config__sample_from_anchor=True), "sample_from_anchor"),
-    "causal head": (config(dflash_config__projector_type="domino"), "projector_type is domino"),
+    "shifted without a head": (config(dflash_config__shift_label=True), "shift_label is True"),
+    "unknown projector": (config(dflash_config__projector_type="p"), "projector_type is p; give"),
 }  # fmt: skip
 
 

@@ -63,12 +63,12 @@ class CausalHeadConfig:
             )
 
     def base_share(self, step: int, total: int) -> float:
-        """Weight of the body's own loss in a step of a run of `total` steps, lambda in the paper."""
+        """Weight of the body's own loss in one of `total` steps, lambda in the paper."""
         return self.base_start * max(0.0, 1.0 - step / max(1.0, self.decay_ratio * total))
 
 
 class PrefixGRU(nn.Module):
-    """One layer of `nn.GRU` without biases, a token a call: a compiled round cannot hold `nn.GRU`."""
+    """A layer of `nn.GRU` without biases, a token a call: compiled rounds cannot hold `nn.GRU`."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -76,6 +76,12 @@ class PrefixGRU(nn.Module):
         self.weight_hh_l0 = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
         for weight in self.parameters():
             nn.init.uniform_(weight, -(hidden_size**-0.5), hidden_size**-0.5)
+
+    @torch.no_grad()
+    def fit_inputs(self, embedding_VD: Tensor) -> None:
+        """Scale the input weights so that they turn these rows into numbers of about unit size."""
+        size = embedding_VD.float().square().mean().sqrt() * self.weight_ih_l0.shape[1] ** 0.5
+        self.weight_ih_l0.div_(self.weight_ih_l0.square().mean().sqrt() * size)
 
     def start(self, embeds: Tensor) -> Tensor:
         """The state before the first token, `[..., U]`, for embeddings `[..., D]`."""

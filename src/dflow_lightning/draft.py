@@ -1,7 +1,7 @@
 """From a block's start to its draft tokens: the steps that training and decoding share.
 
-Shapes: B batch, N blocks per sequence, K block size, J = K-1 drafts, D hidden; R blocks of a chunk, V
-vocabulary.
+Shapes: B batch, N blocks per sequence, K block size, J = K-1 drafts, D hidden, V vocabulary; R
+blocks of a chunk.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def chained_tokens(
     for hidden_RJD, *others in zip(*(part.split(size) for part in rows), strict=True):
         logits_RJV = target.head(hidden_RJD.to(target.dtype))
         embed = embedding(target, hidden_RJD.dtype)
-        drafts.append(causal_head.unroll(logits_RJV, hidden_RJD, embed, _best, *others))
+        drafts.append(causal_head.unroll(logits_RJV, hidden_RJD, embed, best, *others))
     return torch.cat(drafts).view(hidden_BNJD.shape[:-1])
 
 
@@ -102,7 +102,8 @@ def embedding(target: FrozenTarget, dtype: torch.dtype) -> Callable[[Tensor], Te
     return lambda ids: target.embed(ids).to(dtype)
 
 
-def _best(logits_RV: Tensor, slot: int) -> Tensor:
+def best(logits_RV: Tensor, slot: int) -> Tensor:
+    """The most likely token of a slot."""
     return logits_RV.argmax(-1)
 
 

@@ -269,7 +269,8 @@ def start_from_target(drafter: Drafter, target: FrozenTarget) -> None:
 
     Drafter layers take the weights of target layers spread evenly from the first to the last, `fc`
     the mean of the taps, and the final norm the target's. Parameters of another name or shape stay
-    random.
+    random. A causal head reads tokens at unit scale; those of embeddings are often ten times
+    smaller, and its GRU would hardly notice them at first.
     """
     dims = drafter.dims
     step = (dims.num_target_layers - 1) / max(1, dims.num_layers - 1)
@@ -283,6 +284,8 @@ def start_from_target(drafter: Drafter, target: FrozenTarget) -> None:
     scale = target.final_norm_weight
     if scale is not None and scale.shape == drafter.norm.weight.shape:
         drafter.norm.weight.copy_(scale)
+    if drafter.causal_head is not None:
+        drafter.causal_head.prefix_gru.fit_inputs(target.embedding_weight)
 
 
 def rope_frequencies(dims: LayerDims) -> tuple[Tensor, float]:

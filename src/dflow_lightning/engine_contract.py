@@ -1,5 +1,7 @@
 """What the DFlash loaders of SGLang and vLLM ask of a drafter folder, and whether it gives that.
 
+A drafter with a causal head (Domino, `projector_type` in `dflash_config`) is for SGLang alone.
+
 Both forgive a lot without a word: a missing tensor stays as it was allocated, a missing key gets a
 default, and acceptance is low ever after. So a folder is checked here, from JSON and the headers of
 safetensors files alone; nothing is loaded.
@@ -34,6 +36,8 @@ class EngineContract:
         target_layer_ids: the same for the tapped layers, by their own numbers, counted from 0.
         mask_token_id: the same for the mask token.
         num_draft_tokens: the setting for the number of drafts, and what it counts.
+        causal_head: values of `pure_draft_prefix_len` that a causal head may have; none: it knows
+            no such head.
     """
 
     engine: str
@@ -49,6 +53,7 @@ class EngineContract:
     target_layer_ids: tuple[str, ...]
     mask_token_id: tuple[str, ...]
     num_draft_tokens: str
+    causal_head: tuple[int, ...] = ()
 
 
 FUSED = {
@@ -58,7 +63,7 @@ FUSED = {
 SGLANG = EngineContract(
     engine="SGLang",
     version="0.5.23",
-    source=("srt/models/dflash.py", "srt/speculative/dflash_utils.py"),
+    source=("srt/models/dflash.py", "srt/speculative/{dflash,domino}_utils.py"),
     architectures=("DFlashDraftModel",),
     prefix="none; `model.` is accepted",
     fused=FUSED,
@@ -69,6 +74,7 @@ SGLANG = EngineContract(
     target_layer_ids=(NESTED, TOP),
     mask_token_id=(NESTED, TOP),
     num_draft_tokens="--speculative-num-draft-tokens, the block size: the anchor and its drafts",
+    causal_head=(1,),
 )
 VLLM = EngineContract(
     engine="vLLM",
@@ -90,6 +96,9 @@ VLLM = EngineContract(
 )
 ENGINES = (SGLANG, VLLM)
 
+DOMINO = "domino"
+HEAD_NAMES = [f"prefix_gru.weight_{part}_l0" for part in ("ih", "hh")]
+HEAD_NAMES += [f"embed_proj.{layer}.weight" for layer in (0, 2)]
 SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings"),
@@ -100,7 +109,7 @@ SIZES = (
 NEUTRAL = {
     **dict.fromkeys(("is_causal", "causal", "use_swa", "attention_bias"), False),
     "sample_from_anchor": False,
-    **dict.fromkeys(("projector_type", "attention_value_scale"), None),
+    "attention_value_scale": None,
     "eagle_aux_hidden_state_layer_ids": None,
     "output_multiplier": 1.0,
     "final_logit_softcapping": 0.0,
@@ -111,7 +120,7 @@ def check_contract(folder: Path) -> list[str]:
     """One sentence for each thing in a DFlash folder that an engine refuses or would misread.
 
     The folder has the layout of published DFlash drafters, as `dflow-train export` writes it. With
-    an empty list both engines load it and draft as it was trained to.
+    an empty list its engines (`engines_of`) load it and draft as it was trained to.
     """
     config = _read_object(folder / TOP)
     if config is None:
@@ -134,7 +143,7 @@ def check_contract(folder: Path) -> list[str]:
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    """Name and shape of every tensor that config.json asks for: 3, and 11 a layer."""
+    """Name and shape of every tensor that config.json asks for: 3, 11 a layer, 4 a causal head."""
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     layer = {
@@ -149,7 +158,12 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     shapes = {"fc": [hidden, taps * hidden], "hidden_norm": [hidden], "norm": [hidden]}
     for index in range(config["num_hidden_layers"]):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
+    whole = {f"{name}.weight": shape for name, shape in shapes.items()}
+    if config[NESTED].get("projector_type") != DOMINO:
+        return whole
+    state, rank = config[NESTED]["gru_hidden_dim"], config[NESTED]["emb_dim"]
+    head = [[3 * state, hidden], [3 * state, state], [rank, hidden + state]]
+    return whole | dict(zip(HEAD_NAMES, [*head, [config["vocab_size"], rank]], strict=True))
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[str, list[int]]]:
@@ -201,7 +215,8 @@ def _header(path: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def _check_config(config: dict[str, Any], draft: dict[str, Any]) -> Iterator[str]:
-    served = set.intersection(*(set(engine.architectures) for engine in ENGINES))
+    engines = engines_of(draft)
+    served = set.intersection(*(set(engine.architectures) for engine in engines))
     if config.get("architectures") not in [[name] for name in served]:
         yield f"architectures is {config.get('architectures')}; engines ask for {sorted(served)}"
     if config.get("model_type") != "qwen3":
@@ -210,6 +225,7 @@ def _check_config(config: dict[str, Any], draft: dict[str, Any]) -> Iterator[str
         if not _is_positive(config.get(key)):
             yield f"{key} is {config.get(key)}; give a whole number above 0"
     yield from _check_block(config, draft)
+    yield from _check_head(draft)
     yield from _check_rope(config)
     kinds = config.get("layer_types") or []
     if set(kinds) - {"full_attention"} or len(kinds) not in (0, config.get("num_hidden_layers")):
@@ -254,6 +270,34 @@ def _check_block(config: dict[str, Any], draft: dict[str, Any]) -> Iterator[str]
         )
 
 
+def engines_of(draft: dict[str, Any]) -> tuple[EngineContract, ...]:
+    """The engines that can draft with a folder of this `dflash_config`."""
+    if draft.get("projector_type") != DOMINO:
+        return ENGINES
+    return tuple(engine for engine in ENGINES if engine.causal_head)
+
+
+def _check_head(draft: dict[str, Any]) -> Iterator[str]:
+    kind, shifted = draft.get("projector_type"), draft.get("shift_label")
+    if kind is None:
+        if shifted:
+            yield f"shift_label is {shifted}, but only a drafter with a causal head has it"
+        return
+    if kind != DOMINO:
+        yield f"projector_type is {kind}; give {DOMINO} for a causal head, or leave it out"
+        return
+    if type(shifted) is not bool:
+        yield f"shift_label is {shifted}; with a causal head SGLang asks for true or false"
+    for key in ("gru_hidden_dim", "emb_dim"):
+        if not _is_positive(draft.get(key)):
+            yield f"{key} is {draft.get(key)} in {NESTED}; give a whole number above 0"
+    prefix = draft.get("pure_draft_prefix_len")
+    for engine in engines_of(draft):
+        if prefix not in engine.causal_head:
+            allowed = ", ".join(map(str, engine.causal_head))
+            yield f"pure_draft_prefix_len is {prefix}; {engine.engine} takes {allowed} alone"
+
+
 def _check_rope(config: dict[str, Any]) -> Iterator[str]:
     parameters = config.get("rope_parameters") or {}
     old, new = config.get("rope_theta"), parameters.get("rope_theta")
@@ -286,6 +330,7 @@ def _check_tensors(
     given = {part for parts in fused.values() for part in parts}
     if missing := sorted(expected.keys() - stored.keys() - given):
         rules = " and ".join(f"{engine.missing} by {engine.engine}" for engine in ENGINES)
+        rules = "refused by SGLang" if missing[0] in HEAD_NAMES else rules
         yield f"{_some(missing)} is missing: {rules}"
     for name in sorted(stored.keys() & expected.keys()):
         dtype, shape = stored[name]

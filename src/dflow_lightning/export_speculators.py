@@ -19,6 +19,7 @@ from typing import Any, Literal
 from dflow_lightning import atomic, integrity
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.drafter_folder import load_export, read_config
+from dflow_lightning.errors import InputError
 from dflow_lightning.export import check_replaceable, export_drafter
 from dflow_lightning.relay import Relay
 from dflow_lightning.target import FrozenTarget
@@ -66,9 +67,13 @@ def export_speculators(
     """`export_drafter` in the other layout; the drafter is compared there and then rewritten.
 
     Raises:
-        InputError: `out` holds something else, or a weight is not finite.
+        InputError: `out` holds something else, a weight is not finite, or there is a causal head.
     """
     check_replaceable(out)
+    if drafter.causal_head is not None:
+        raise InputError(
+            "format: speculators knows no drafter with a causal head; export in the format dflash"
+        )
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "dflash"
         export_drafter(

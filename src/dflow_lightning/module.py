@@ -20,7 +20,7 @@ from dflow_lightning.carryover import side_by_side
 from dflow_lightning.causal_head import CausalHeadConfig, corrected_losses
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.dims import DrafterConfig, DrafterDims
+from dflow_lightning.dims import HEAD, DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter, start_from_target
 from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.errors import InputError
@@ -298,13 +298,17 @@ class DrafterModule(TrainingModule):
                 pairs[f"relay.{name}"] = (getattr(self.relay, name), getattr(loaded.relay, name))
             rejected = (self.relay_config.first_rejected, loaded.first_rejected)
             pairs["relay.first_rejected"] = rejected
+        if theirs.gru_hidden_dim is not None:  # its body alone has not learned to draft
+            pairs["causal_head.enabled"] = (self.drafter.causal_head is not None, True)
+            pairs |= {f"causal_head.{name}": (getattr(ours, name), getattr(theirs, name))
+                      for name in HEAD}  # fmt: skip
         for name, (here, there) in pairs.items():
             if here != there:
                 raise InputError(
                     f"{name} is {here} but model.init_from {folder} has {there}; "
                     "set the recipe to the checkpoint's value or start from another drafter"
                 )
-        state = self.drafter.state_dict()  # without carryover on either side: as it is here
+        state = self.drafter.state_dict()  # a head or carryover that the folder lacks: untrained
         state |= {n: t for n, t in loaded.drafter.state_dict().items() if n in state}
         self.drafter.load_state_dict(state)
         if self.relay is not None and loaded.relay is not None:

@@ -187,6 +187,8 @@ def engine_contract(subject: Subject) -> Found:
     if problems:
         others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise FailedError(problems[0] + others, {"problems": problems})
+    if subject.loaded.drafter.causal_head is not None:
+        return "SGLang finds what it looks for; vLLM has no causal head", {}
     return "SGLang and vLLM find what they look for", {}
 
 
@@ -243,10 +245,10 @@ def checkpoint(subject: Subject) -> Found:
         raise FailedError(
             f"the checkpoint is of {saved['target']}, whose weights are not the target's"
         )
+    trained = asdict(DrafterDims(**saved["drafter"]))
     for name, value in asdict(loaded.drafter.dims).items():
-        theirs = saved["drafter"].get(name, False)  # older ones know nothing of carryover
-        if theirs != value:
-            raise FailedError(f"{name} is {value}, but {theirs} in the checkpoint")
+        if trained[name] != value:
+            raise FailedError(f"{name} is {value}, but {trained[name]} in the checkpoint")
     relay_saved = saved["relay"]
     if relay_saved["enabled"] != (loaded.relay is not None):
         raise FailedError("relay: one of checkpoint and export has a relay, the other has none")

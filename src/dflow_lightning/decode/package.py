@@ -1,4 +1,4 @@
-"""The draft step as a compiled package: relay, drafter and the choice of draft tokens in one file.
+"""The draft step as a compiled package: relay, drafter and the choice of drafts in one file.
 
 The package is made by AOTInductor for the kind of device it was exported on, with any number of
 requests and any context length. It holds no weights: those come from the export's safetensors files
@@ -21,7 +21,7 @@ from dflow_lightning.blocks import slot_inputs
 from dflow_lightning.decode import rounds
 from dflow_lightning.decode.rounds import Drafts, Mode
 from dflow_lightning.decode.state import DecodeState, Models, empty_relay
-from dflow_lightning.draft import draft_hidden
+from dflow_lightning.draft import best, draft_hidden
 from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.relay import Relay, RelayInput
@@ -92,8 +92,15 @@ class DraftProgram(nn.Module):
         hidden_RNJD = draft_hidden(
             self.drafter, x_RNKD, context, anchors_R.unsqueeze(1), carried=carried
         )
-        logits_RJV = nn.functional.linear(hidden_RNJD.squeeze(1).to(head_VD.dtype), head_VD)
-        return logits_RJV.argmax(-1)
+        hidden_RJD = hidden_RNJD.squeeze(1)
+        logits_RJV = nn.functional.linear(hidden_RJD.to(head_VD.dtype), head_VD)
+        if self.drafter.causal_head is None:
+            return logits_RJV.argmax(-1)
+
+        def embedded(ids_R: Tensor) -> Tensor:
+            return embed(ids_R, embedding_VD).to(dtype)
+
+        return self.drafter.causal_head.unroll(logits_RJV, hidden_RJD, embedded, best, anchor_ids_R)
 
 
 def program_inputs(models: Models, state: DecodeState, relay: RelayInput | None) -> tuple[Any, ...]:
@@ -151,9 +158,9 @@ def compile_package(models: Models, folder: Path) -> None:
 def manifest(models: Models) -> dict[str, Any]:
     """What a package must agree with to be used."""
     assert models.drafter is not None
-    # A key of its own only where it is true: packages from before carryover are still good.
-    carryover = {} if models.drafter.carryover is None else {"carryover": True}
-    return {
+    # Keys of their own only where they are true: packages from before these parts are still good.
+    parts = {"carryover": models.drafter.carryover, "causal_head": models.drafter.causal_head}
+    return {name: True for name, part in parts.items() if part is not None} | {
         "torch": torch.__version__,
         "device": models.target.device.type,
         "dtype": str(models.target.dtype).removeprefix("torch."),
@@ -161,7 +168,6 @@ def manifest(models: Models) -> dict[str, Any]:
         "block_size": models.drafter.dims.block_size,
         "num_layers": models.drafter.dims.num_layers,
         "vocab_size": models.target.vocab_size,
-        **carryover,
     }
 
 

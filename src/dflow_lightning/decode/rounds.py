@@ -132,7 +132,10 @@ def correct(models: Models, state: DecodeState) -> Tensor | None:
 
 
 def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tensor | None) -> Drafts:
-    """Draft slots 1..K-1 in one drafter forward (N = 1 block a request), with a causal head serially."""
+    """Draft slots 1..K-1 in one drafter forward (N = 1 block a request).
+
+    A causal head then chooses them one after the other.
+    """
     if models.drafter is None:
         return Drafts(state.tokens_RT[:, :0])
     if isinstance(models.drafter, Eagle3Drafter):
