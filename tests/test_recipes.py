@@ -13,7 +13,8 @@ pytest_plugins = ["launch"]
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 WARM = ROOT / "recipes/tiny-dflow-from-dflash.yaml"
-TINY = [path for path in RECIPES if path.stem.startswith("tiny-") and path != WARM]
+CARRYOVER = ROOT / "recipes/tiny-dflow-carryover.yaml"  # tiny-dflow and one key, see its base
+TINY = [p for p in RECIPES if p.stem.startswith("tiny-") and p not in (WARM, CARRYOVER)]
 QWEN3 = [path for path in RECIPES if path.stem.startswith("qwen3-")]
 OVERLAYS = sorted((ROOT / "recipes/hardware").glob("*.yaml"))
 HEADER = ("dflow-train fit --config recipes/", "Hardware:", "docs/results.md")
@@ -143,7 +144,7 @@ def test_hardware_overlays_keep_the_rows_of_a_step(launch: "Launcher", overlay: 
     assert f"(hardware/{overlay.name})" in (ROOT / "recipes/README.md").read_text()
 
 
-@pytest.mark.parametrize("recipe", TINY, ids=names(TINY))
+@pytest.mark.parametrize("recipe", [*TINY, CARRYOVER], ids=names([*TINY, CARRYOVER]))
 def test_trains_two_steps(launch: "Launcher", recipe: Path, run_options: list[str]) -> None:
     done = launch("fit", "--config", recipe, *run_options, "--trainer.max_steps", 2)
     assert done.status == 0, done.err

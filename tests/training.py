@@ -12,14 +12,23 @@ from dflow_lightning.rollout import Rollout
 
 
 def make_module(
-    target_dir, *, relay=True, num_anchors=6, block_size=4, first_rejected=True, causal_head=False
+    target_dir,
+    *,
+    relay=True,
+    num_anchors=6,
+    block_size=4,
+    first_rejected=True,
+    causal_head=False,
+    carryover=False,
 ) -> DrafterModule:
     """A module on the given target, with a drafter of two layers and the same weights each time."""
     head = CausalHeadConfig(enabled=causal_head, gru_hidden_dim=24, emb_dim=20)
     torch.manual_seed(1)
     return DrafterModule(
         target=TargetConfig(path=str(target_dir)),
-        drafter=DrafterConfig(num_layers=2, block_size=block_size, target_layer_ids=[0, 1, 2]),
+        drafter=DrafterConfig(
+            num_layers=2, block_size=block_size, target_layer_ids=[0, 1, 2], carryover=carryover
+        ),
         relay=RelayConfig(enabled=relay, hidden_size=96, first_rejected=first_rejected),
         causal_head=head,
         num_anchors=num_anchors,
