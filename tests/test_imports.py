@@ -11,16 +11,23 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
     {"errors", "atomic", "checks", "fingerprint"},
-    {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics"},
+    {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics", "soft_loss"},
     {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
     {
         *("draft", "drafter_folder", "relay_folder", "integrity", "rollout", "decode", "data"),
         "tap_fingerprint",
     },
-    {"module", "optimizer"},
+    {"module", "eagle3_module", "optimizer", "trained", "training_module"},
     {"validation", "progress", "tracking", "strategy", "ranks"},
     {
-        *("checkpoint", "export", "export_speculators", "engine_contract", "model_card"),
+        *(
+            "checkpoint",
+            "export",
+            "eagle3_export",
+            "export_speculators",
+            "engine_contract",
+            "model_card",
+        ),
         *("signals", "guards", "replay"),
         *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality"),
         *("report", "charts", "ui"),

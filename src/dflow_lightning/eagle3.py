@@ -170,9 +170,7 @@ class Eagle3Drafter(nn.Module):
 AnyDrafter = Drafter | Eagle3Drafter
 
 
-def attend(
-    q_BHNE: Tensor, own: list[ContextKV], context: ContextKV, visible_BNL: Tensor
-) -> Tensor:
+def attend(q_BHNE: Tensor, own: list[ContextKV], context: ContextKV, visible_BNL: Tensor) -> Tensor:
     """Attend from one row a block to the visible context and to the block's own steps.
 
     The own steps of other blocks take part in nothing, not even in the matrix product: a score with

@@ -29,6 +29,7 @@ from dflow_lightning.acceptance import leading_run
 from dflow_lightning.blocks import Anchors, draw_anchors, gather_slots, slot_labels
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import SpeculativeDecoder
+from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.eagle3 import (
     Eagle3Config,
     Eagle3Dims,
@@ -61,6 +62,7 @@ class Eagle3Module(TrainingModule):
         gradient_checkpointing: bool = False,
         seed: int = 0,
         init: Literal["target", "random"] = "target",
+        init_from: str | None = None,
     ) -> None:
         """
         Args:
@@ -74,6 +76,7 @@ class Eagle3Module(TrainingModule):
                 it computed.
             seed: seeds the anchors, together with step and sample id.
             init: start from what fits of the target's last layer, or from random weights.
+            init_from: start from an exported EAGLE-3 drafter.
         """
         if ttt_steps < 1:
             raise InputError(f"model.ttt_steps is {ttt_steps}; give 1 or more")
@@ -83,9 +86,11 @@ class Eagle3Module(TrainingModule):
         self.ttt_steps, self.step_decay = ttt_steps, step_decay
         self.drafter = Eagle3Drafter(Eagle3Dims.resolve(drafter, self.target))
         self.drafter.gradient_checkpointing = gradient_checkpointing
-        self.relay = None  # which drafters of this kind never have
+        self.relay, self.first_rejected = None, True  # drafters of this kind have no relay
         if init == "target":
             start_from_target(self.drafter, self.target)
+        if init_from is not None:
+            self._warm_start(Path(init_from))
         weights_T = step_decay ** torch.arange(ttt_steps, dtype=torch.float32)
         self.register_buffer("_step_weights_T", weights_T, persistent=False)
 
@@ -193,6 +198,22 @@ class Eagle3Module(TrainingModule):
         module.load_state_dict(checkpoint["state_dict"])
         return module.eval()
 
+    def _warm_start(self, folder: Path) -> None:
+        loaded = load_export(folder, self.target).drafter
+        if not isinstance(loaded, Eagle3Drafter):
+            raise InputError(
+                f"model.init_from {folder} is no EAGLE-3 drafter; give a folder exported from a "
+                "run with method eagle3"
+            )
+        ours, theirs = asdict(self.drafter.dims), asdict(loaded.dims)
+        for name in (*Eagle3Config.__dataclass_fields__, "rope_parameters"):
+            if ours[name] != theirs[name]:
+                raise InputError(
+                    f"drafter.{name} is {ours[name]} but model.init_from {folder} has "
+                    f"{theirs[name]}; set the recipe to its value or start from another drafter"
+                )
+        self.drafter.load_state_dict(loaded.state_dict())
+
     def decoder(self) -> SpeculativeDecoder:
         """Real speculative decoding with the current weights."""
         return SpeculativeDecoder(self.target, self.whole(self.drafter))
@@ -202,6 +223,4 @@ def with_feature(anchors: Anchors) -> Anchors:
     """Without the blocks whose anchor begins its document: no feature stands before it."""
     starts_BN = anchors.starts_BN
     begins_BN = anchors.positions_BN <= (0 if starts_BN is None else starts_BN)
-    return Anchors(
-        anchors.positions_BN, anchors.valid_BN & ~begins_BN, starts_BN, anchors.ends_BN
-    )
+    return Anchors(anchors.positions_BN, anchors.valid_BN & ~begins_BN, starts_BN, anchors.ends_BN)

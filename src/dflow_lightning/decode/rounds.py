@@ -136,9 +136,7 @@ def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tenso
     if models.drafter is None:
         return Drafts(state.tokens_RT[:, :0])
     if isinstance(models.drafter, Eagle3Drafter):
-        return Drafts(
-            *eagle3.draft(models, state, sampled=mode.rejection, filtered=mode.filtered)
-        )
+        return Drafts(*eagle3.draft(models, state, sampled=mode.rejection, filtered=mode.filtered))
     anchor_R1 = state.anchor_R.unsqueeze(1)
     anchor_ids_R1 = state.tokens_RT.gather(1, anchor_R1)
     x_RNKD = embed_blocks(models.target, models.drafter, anchor_ids_R1, correction_RNKD)
@@ -218,9 +216,7 @@ def extend_context(
     if models.drafter is None:
         return None
     if isinstance(models.drafter, Eagle3Drafter):
-        eagle3.extend_context(
-            models, state, rows_R, taps_RKC, positions_RK, next_ids_RK, last_R
-        )
+        eagle3.extend_context(models, state, rows_R, taps_RKC, positions_RK, next_ids_RK, last_R)
         return None
     h_RKD = models.drafter.project(taps_RKC.to(models.drafter.fc.weight.dtype))
     index = (rows_R.unsqueeze(1), slice(None), positions_RK)
