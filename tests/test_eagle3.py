@@ -16,12 +16,14 @@ from dflow_lightning.cli import method_of
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import Engine, Request, SpeculativeDecoder, rounds
 from dflow_lightning.decode.rounds import Mode
+from dflow_lightning.dims import DrafterConfig
 from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.eagle3 import Eagle3Config, Eagle3Dims, Eagle3Drafter
 from dflow_lightning.eagle3_module import Eagle3Module
 from dflow_lightning.engine_contract import check_contract
 from dflow_lightning.errors import InputError
 from dflow_lightning.export import export_drafter
+from dflow_lightning.module import DrafterModule
 from dflow_lightning.rollout import Round, clean_forward
 from dflow_lightning.soft_loss import soft_losses
 from dflow_lightning.training_module import TargetConfig
@@ -425,11 +427,11 @@ def test_a_start_from_a_drafter_of_another_kind_is_refused(exported, tiny_target
     export_drafter(block.drafter, None, block.target, tmp_path / "dflash", dtype="float32")
     with pytest.raises(InputError, match="is no EAGLE-3 drafter"):
         make_eagle3(tiny_target_dir, init_from=str(tmp_path / "dflash"))
-    from dflow_lightning.module import DrafterModule
-
     with pytest.raises(InputError, match="is an EAGLE-3 drafter"):
         DrafterModule(
-            target=TargetConfig(path=str(tiny_target_dir)), init_from=str(exported), num_anchors=4
+            target=TargetConfig(path=str(tiny_target_dir)),
+            drafter=DrafterConfig(num_layers=1, target_layer_ids=[0, 1]),
+            init_from=str(exported),
         )
     with pytest.raises(InputError, match=r"drafter\.block_size is 8 but"):
         Eagle3Module(target=TargetConfig(path=str(tiny_target_dir)), init_from=str(exported))
