@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 WARM = ROOT / "recipes/tiny-dflow-from-dflash.yaml"
 CARRYOVER = ROOT / "recipes/tiny-dflow-carryover.yaml"  # tiny-dflow and one key, see its base
-TINY = [p for p in RECIPES if p.stem.startswith("tiny-") and p not in (WARM, CARRYOVER)]
+EAGLE3 = ROOT / "recipes/tiny-eagle3.yaml"
+OTHER = (WARM, CARRYOVER, EAGLE3)
+TINY = [path for path in RECIPES if path.stem.startswith("tiny-") and path not in OTHER]
 QWEN3 = [path for path in RECIPES if path.stem.startswith("qwen3-")]
 OVERLAYS = sorted((ROOT / "recipes/hardware").glob("*.yaml"))
 HEADER = ("dflow-train fit --config recipes/", "Hardware:", "docs/results.md")
@@ -49,6 +51,19 @@ def test_tiny_recipes_differ_only_in_the_method() -> None:
         del recipe["rollout"], recipe["model"]["relay"]
     assert len(recipes) == 3
     assert recipes[0] == recipes[1] == recipes[2]
+
+
+def test_eagle3_has_the_data_steps_optimizer_and_taps_of_the_others() -> None:
+    eagle3, dflash = (
+        yaml.safe_load(path.read_text()) for path in (EAGLE3, ROOT / "recipes/tiny-dflash.yaml")
+    )
+    for section in ("seed_everything", "data", "validation", "trainer"):
+        assert eagle3[section] == dflash[section]
+    assert eagle3["model"]["target"] == dflash["model"]["target"]
+    assert eagle3["model"]["optimizer"] == dflash["model"]["optimizer"]
+    for name in ("block_size", "target_layer_ids"):
+        assert eagle3["model"]["drafter"][name] == dflash["model"]["drafter"][name]
+    assert eagle3["model"]["ttt_steps"] == eagle3["model"]["drafter"]["block_size"] - 1
 
 
 def test_the_warm_recipe_is_tiny_dflow_with_a_start() -> None:

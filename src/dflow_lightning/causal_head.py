@@ -112,12 +112,9 @@ class CausalHead(nn.Module):
         super().__init__()
         self.pure_draft_prefix_len = pure_draft_prefix_len
         self.prefix_gru = PrefixGRU(hidden_size, gru_hidden_dim)
-        self.embed_proj = nn.Sequential(
-            nn.Linear(hidden_size + gru_hidden_dim, emb_dim, bias=False),
-            nn.SiLU(),
-            nn.Linear(emb_dim, vocab_size, bias=False),
-        )
-        first, _, last = self.embed_proj
+        first = nn.Linear(hidden_size + gru_hidden_dim, emb_dim, bias=False)
+        last = nn.Linear(emb_dim, vocab_size, bias=False)
+        self.embed_proj = nn.Sequential(first, nn.SiLU(), last)
         nn.init.normal_(first.weight, std=(hidden_size + gru_hidden_dim) ** -0.5)
         nn.init.zeros_(last.weight)
 

@@ -183,7 +183,7 @@ class TrainCLI(LightningCLI):
 
 
 def sections(method: Method) -> dict[str, Any]:
-    """The sections of a method's recipe beside model, data and trainer; EAGLE-3 rolls out nothing."""
+    """The sections of a method's recipe beside model, data and trainer."""
     return {k: v for k, v in SECTIONS.items() if method == BLOCK or k != "rollout"}
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from dflow_lightning import integrity
 from dflow_lightning.carryover import Carryover
-from dflow_lightning.dims import HEAD, DrafterDims, check_mask_token_id
+from dflow_lightning.dims import HEAD, DrafterDims, LayerDims, check_mask_token_id
 from dflow_lightning.drafter import Drafter
+from dflow_lightning.eagle3 import AnyDrafter, Eagle3Dims, Eagle3Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.relay import Relay
 from dflow_lightning.relay_folder import load_relay, load_tensors, read_config
@@ -23,6 +24,8 @@ ARCHITECTURE = "DFlashDraftModel"
 LAYOUT = "anchor_first"
 PROJECTOR = "domino"  # `projector_type` of a drafter with a causal head
 HEAD_PREFIX = "causal_head."  # of our names of its tensors; published ones begin without
+EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
+CHAIN = "chain"  # the layout of drafts that are made one after the other
 # Keys of published files that would make a different model, and the only values we can follow.
 NEUTRAL = {
     "is_causal": (False,),
@@ -37,6 +40,12 @@ NEUTRAL = {
     "final_logit_softcapping": (0.0,),
     "projector_type": (PROJECTOR,),
 }
+NEUTRAL_EAGLE3 = {
+    **dict.fromkeys(("attention_bias", "mlp_bias", "norm_before_residual"), (False,)),
+    **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "bias"), (False,)),
+    **dict.fromkeys(("logit_scale", "target_hidden_size", "sliding_window"), ()),
+    "use_aux_hidden_state": (True,),
+}
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,13 @@ class LoadedDrafter:
     """A drafter read from files, in the target's dtype and on its device.
 
     Args:
-        relay: None when the folder is a DFlash drafter.
+        relay: None when the folder is a DFlash or an EAGLE-3 drafter.
         first_rejected: whether relay and carryover were trained to use the row of the first
             rejected token.
         config: config.json as it stands.
     """
 
-    drafter: Drafter
+    drafter: AnyDrafter
     relay: Relay | None
     first_rejected: bool
     config: dict[str, Any]
@@ -58,6 +67,8 @@ class LoadedDrafter:
 
 def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
     """Read an export of `dflow-train export`, or a DFlash folder in z-lab's layout, for `target`.
+
+    An EAGLE-3 drafter is read as well, where embedding, head and vocabulary are the target's.
 
     Raises:
         InputError: the folder is incomplete, damaged, of another model, or of another target.
@@ -68,17 +79,19 @@ def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
             f"drafter: {folder} does not exist; give a folder that dflow-train export wrote"
         )
     config = read_config(folder / "config.json")
-    dims = dims_from_config(config, folder)
+    eagle3 = config.get("architectures") == [EAGLE3_ARCHITECTURE]
+    dims = eagle3_dims(config, folder) if eagle3 else dims_from_config(config, folder)
     check_target(config, dims, target, folder)
     if "dflow_config" in config:  # what others publish may hold their code
         integrity.check_files(folder)
-    drafter = Drafter(dims)
-    drafter.carryover = None  # whose weights do not lie beside the body's
+    drafter = Eagle3Drafter(dims) if isinstance(dims, Eagle3Dims) else Drafter(dims)
+    if isinstance(drafter, Drafter):
+        drafter.carryover = None  # whose weights do not lie beside the body's
     dtype = config.get("dtype") or config.get("torch_dtype")
     dtype = dtype if "dflow_config" in config else None
     load_tensors(drafter, folder / "model.safetensors", dtype, inner=HEAD_PREFIX)
     relay, first_rejected = load_relay(folder, config, dims.hidden_size)
-    if dims.carryover:
+    if isinstance(drafter, Drafter) and drafter.dims.carryover:
         drafter.carryover = Carryover(dims.hidden_size)
         first_rejected = load_carryover(drafter.carryover, folder, config)
     integrity.check_unchanged(folder, config)
@@ -124,14 +137,9 @@ def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
     if config.get("architectures") != [ARCHITECTURE]:
         raise InputError(
             f"drafter: {folder} has architectures {config.get('architectures')}; only "
-            f"{[ARCHITECTURE]} can be decoded"
+            f"{[ARCHITECTURE]} and {[EAGLE3_ARCHITECTURE]} can be decoded"
         )
-    for key, allowed in NEUTRAL.items():
-        for place in (draft, config):
-            if place.get(key) is not None and place[key] not in allowed:
-                raise InputError(
-                    f"drafter: {folder} sets {key} to {place[key]}, which is not supported"
-                )
+    _check_neutral(NEUTRAL, (draft, config), folder)
     kinds = set(config.get("layer_types") or ["full_attention"])
     if kinds != {"full_attention"}:
         raise InputError(
@@ -146,31 +154,79 @@ def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
             f"and {draft['block_size']} in dflash_config; make both that of the training"
         )
 
-    def need(key: str) -> Any:
-        value = draft.get(key, config.get(key))
-        if value is None:
-            raise InputError(f"drafter: {folder}/config.json lacks {key}; export the drafter again")
-        if not _fits(key, value):
-            raise InputError(
-                f"drafter: {folder}/config.json has {key} {value!r}, which is of the wrong type; "
-                "export the drafter again"
-            )
-        return value
+    places = draft | {k: v for k, v in config.items() if draft.get(k) is None}
+    own = ("mask_token_id", *(HEAD if draft.get("projector_type") else ()))
+    return DrafterDims(
+        carryover=carryover,
+        **{key: _need(places, key, folder) for key in own},
+        **_numbers(config, places, folder),
+    )
 
+
+def eagle3_dims(config: dict[str, Any], folder: Path) -> Eagle3Dims:
+    """The dimensions of an EAGLE-3 drafter, from config.json alone.
+
+    The number of drafts is ours alone to write: engines are told it on their command line.
+    """
+    eagle = config.get("eagle_config")
+    if not isinstance(eagle, dict):
+        raise InputError(f"drafter: {folder}/config.json lacks eagle_config; export it again")
+    _check_neutral(NEUTRAL_EAGLE3, (eagle, config), folder)
+    vocabularies = (None, config.get("vocab_size"))
+    if config.get("draft_vocab_size") not in vocabularies:
+        raise InputError(
+            f"drafter: {folder} has a draft vocabulary of {config['draft_vocab_size']} tokens; "
+            "only drafters over the whole vocabulary, with the target's head, can be decoded"
+        )
+    key = "eagle_aux_hidden_state_layer_ids"
+    places = (config.get("dflow_config") or {}) | config | {"target_layer_ids": eagle.get(key)}
+    dims = Eagle3Dims(**_numbers(config, places, folder))
+    if config.get(key) not in (None, [index + 1 for index in dims.target_layer_ids]):
+        raise InputError(
+            f"drafter: {folder} has {key} {config[key]} at the top of config.json, where layers "
+            f"count one more than the {dims.target_layer_ids} in eagle_config; make them agree"
+        )
+    return dims
+
+
+def _check_neutral(
+    neutral: dict[str, tuple], places: tuple[dict[str, Any], ...], folder: Path
+) -> None:
+    """Refuse keys that would make a different model than we follow."""
+    for key, allowed in neutral.items():
+        for place in places:
+            if place.get(key) is not None and place[key] not in allowed:
+                raise InputError(
+                    f"drafter: {folder} sets {key} to {place[key]}, which is not supported"
+                )
+
+
+def _numbers(config: dict[str, Any], places: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The numbers of `LayerDims` under their names in config.json."""
     numbers = {
         "num_layers": "num_hidden_layers",
         **{key: key for key in ("hidden_size", "intermediate_size", "num_attention_heads")},
         **{key: key for key in ("num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size")},
-        **{key: key for key in ("block_size", "mask_token_id", "target_layer_ids")},
+        **{key: key for key in ("block_size", "target_layer_ids")},
         **{key: key for key in ("num_target_layers", "max_position_embeddings")},
-        **({key: key for key in HEAD} if draft.get("projector_type") else {}),
     }
-    return DrafterDims(
-        rope_parameters=rope_from_config(config, folder),
-        initializer_range=config.get("initializer_range", 0.02),
-        carryover=carryover,
-        **{ours: need(theirs) for ours, theirs in numbers.items()},
-    )
+    return {
+        "rope_parameters": rope_from_config(config, folder),
+        "initializer_range": config.get("initializer_range", 0.02),
+        **{ours: _need(places, theirs, folder) for ours, theirs in numbers.items()},
+    }
+
+
+def _need(places: dict[str, Any], key: str, folder: Path) -> Any:
+    value = places.get(key)
+    if value is None:
+        raise InputError(f"drafter: {folder}/config.json lacks {key}; export the drafter again")
+    if not _fits(key, value):
+        raise InputError(
+            f"drafter: {folder}/config.json has {key} {value!r}, which is of the wrong type; "
+            "export the drafter again"
+        )
+    return value
 
 
 def _fits(key: str, value: Any) -> bool:
@@ -207,7 +263,7 @@ def rope_from_config(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def check_target(
-    config: dict[str, Any], dims: DrafterDims, target: FrozenTarget, folder: Path
+    config: dict[str, Any], dims: LayerDims, target: FrozenTarget, folder: Path
 ) -> None:
     """Refuse a drafter that was trained for another target."""
     ours = config.get("dflow_config") or {}
@@ -216,9 +272,10 @@ def check_target(
             f"drafter: {folder} has format version {ours['format_version']}, newer than "
             f"{FORMAT_VERSION}; update dflow-lightning"
         )
-    if ours.get("layout", LAYOUT) != LAYOUT:
+    layout = LAYOUT if isinstance(dims, DrafterDims) else CHAIN
+    if ours.get("layout", layout) != layout:
         raise InputError(
-            f"drafter: {folder} has block layout {ours['layout']}; only {LAYOUT} can be decoded"
+            f"drafter: {folder} has block layout {ours['layout']}; only {layout} can be decoded"
         )
     pairs = {
         "hidden_size": (dims.hidden_size, target.hidden_size),
@@ -231,7 +288,8 @@ def check_target(
                 f"drafter: {folder} is for a target with {key} {drafter_value}, but {target.name} "
                 f"has {target_value}; give the target it was trained for"
             )
-    check_mask_token_id(dims.mask_token_id, target)
+    if isinstance(dims, DrafterDims):
+        check_mask_token_id(dims.mask_token_id, target)
     trained_for = ours.get("target") or {}
     if trained_for.get("fingerprint", target.fingerprint) != target.fingerprint:
         raise InputError(

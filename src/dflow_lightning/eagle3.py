@@ -33,6 +33,7 @@ from dflow_lightning.drafter import (
     rope_frequencies,
     rotate,
 )
+from dflow_lightning.errors import InputError
 from dflow_lightning.target import FrozenTarget
 
 NUM_TAPS = 3  # low, middle and high, as in the EAGLE-3 paper
@@ -65,6 +66,13 @@ class Eagle3Dims(LayerDims):
     """Every number an EAGLE-3 drafter is built from, resolved and checked against its target."""
 
     num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_layers != 1:
+            raise InputError(
+                f"drafter: num_hidden_layers is {self.num_layers}; an EAGLE-3 drafter has 1"
+            )
 
     @classmethod
     def resolve(cls, config: Eagle3Config, target: FrozenTarget) -> Eagle3Dims:

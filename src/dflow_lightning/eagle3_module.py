@@ -4,7 +4,7 @@
 trains it: the one layer is unrolled `ttt_steps` times. Step 0 runs on the target's features; step i
 runs on the output of step i-1 in the feature's place and on the data's token i further, rotated i
 positions further, and sees the context of step 0 and of its own block the steps before it. The loss
-of a step is the cross-entropy to the target's whole distribution, and steps weigh `0.8^i`.
+of a step is the divergence from the target's whole distribution, and steps weigh `0.8^i`.
 
 What differs from SpecForge, so that all rows of a comparison have the same budget and parts:
 positions are sampled (`num_anchors` a sequence, drawn as the anchors of block drafters are) in
@@ -29,6 +29,7 @@ from dflow_lightning.acceptance import leading_run
 from dflow_lightning.blocks import Anchors, draw_anchors, gather_slots, slot_labels
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import SpeculativeDecoder
+from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.eagle3 import (
     Eagle3Config,
     Eagle3Dims,
@@ -40,7 +41,7 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.loss import CHUNK_BYTES, LossWindow, blocks_within
 from dflow_lightning.optimizer import OptimizerConfig
 from dflow_lightning.rollout import Round, StepInputs, clean_forward
-from dflow_lightning.soft_loss import soft_losses
+from dflow_lightning.soft_targets import soft_losses
 from dflow_lightning.training_module import CHECKPOINT_KEY, TargetConfig, TrainingModule
 
 
@@ -61,6 +62,7 @@ class Eagle3Module(TrainingModule):
         gradient_checkpointing: bool = False,
         seed: int = 0,
         init: Literal["target", "random"] = "target",
+        init_from: str | None = None,
     ) -> None:
         """
         Args:
@@ -74,6 +76,7 @@ class Eagle3Module(TrainingModule):
                 it computed.
             seed: seeds the anchors, together with step and sample id.
             init: start from what fits of the target's last layer, or from random weights.
+            init_from: start from an exported EAGLE-3 drafter.
         """
         if ttt_steps < 1:
             raise InputError(f"model.ttt_steps is {ttt_steps}; give 1 or more")
@@ -83,9 +86,11 @@ class Eagle3Module(TrainingModule):
         self.ttt_steps, self.step_decay = ttt_steps, step_decay
         self.drafter = Eagle3Drafter(Eagle3Dims.resolve(drafter, self.target))
         self.drafter.gradient_checkpointing = gradient_checkpointing
-        self.relay = None  # which drafters of this kind never have
+        self.relay, self.first_rejected = None, True  # drafters of this kind have no relay
         if init == "target":
             start_from_target(self.drafter, self.target)
+        if init_from is not None:
+            self._warm_start(Path(init_from))
         weights_T = step_decay ** torch.arange(ttt_steps, dtype=torch.float32)
         self.register_buffer("_step_weights_T", weights_T, persistent=False)
 
@@ -154,11 +159,10 @@ class Eagle3Module(TrainingModule):
         )
         offsets_T = torch.arange(self.ttt_steps, device=labels_BNT.device)
         index_BNT = anchors.positions_BN.unsqueeze(-1) + offsets_T  # A+i predicts A+1+i
-        index_BNT = index_BNT.clamp(max=batch.input_ids_BS.shape[1] - 1)
-        rows_B11 = torch.arange(index_BNT.shape[0], device=index_BNT.device)[:, None, None]
         losses_BNT, predicted_BNT = soft_losses(
             hidden_BNTD,
-            inputs.hidden_BSD[rows_B11, index_BNT],
+            inputs.hidden_BSD,
+            index_BNT,
             lambda hidden: self.target.head(hidden.to(self.target.dtype)),
             blocks_within(CHUNK_BYTES // 2, self.ttt_steps, self.target.vocab_size),
             self.target.head_weight,
@@ -192,6 +196,22 @@ class Eagle3Module(TrainingModule):
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])
         return module.eval()
+
+    def _warm_start(self, folder: Path) -> None:
+        loaded = load_export(folder, self.target).drafter
+        if not isinstance(loaded, Eagle3Drafter):
+            raise InputError(
+                f"model.init_from {folder} is no EAGLE-3 drafter; give a folder exported from a "
+                "run with method eagle3"
+            )
+        ours, theirs = asdict(self.drafter.dims), asdict(loaded.dims)
+        for name in (*Eagle3Config.__dataclass_fields__, "rope_parameters"):
+            if ours[name] != theirs[name]:
+                raise InputError(
+                    f"drafter.{name} is {ours[name]} but model.init_from {folder} has "
+                    f"{theirs[name]}; set the recipe to its value or start from another drafter"
+                )
+        self.drafter.load_state_dict(loaded.state_dict())
 
     def decoder(self) -> SpeculativeDecoder:
         """Real speculative decoding with the current weights."""

@@ -18,6 +18,8 @@ from typing import Any, Literal, TypeGuard
 
 DTYPES = ("BF16", "F16", "F32")
 TOP, NESTED = "config.json", "dflash_config"
+EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
+EAGLE3_TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -117,16 +119,20 @@ NEUTRAL = {
 
 
 def check_contract(folder: Path) -> list[str]:
-    """One sentence for each thing in a DFlash folder that an engine refuses or would misread.
+    """One sentence for each thing in a drafter's folder that an engine refuses or would misread.
 
-    The folder has the layout of published DFlash drafters, as `dflow-train export` writes it. With
-    an empty list its engines (`engines_of`) load it and draft as it was trained to.
+    The folder has the layout of published DFlash or EAGLE-3 drafters, as `dflow-train export`
+    writes it. With an empty list its engines (`engines_of`) load it and draft as it was trained to.
     """
     config = _read_object(folder / TOP)
     if config is None:
         return [f"{folder} holds no config.json with a JSON object"]
     draft = config.get(NESTED)
-    problems = list(_check_config(config, draft if isinstance(draft, dict) else {}))
+    eagle3 = config.get("architectures") == [EAGLE3_ARCHITECTURE]
+    if eagle3:
+        problems = list(_check_eagle3(config))
+    else:
+        problems = list(_check_config(config, draft if isinstance(draft, dict) else {}))
     if (folder / "mask_embedding.pt").exists():
         problems.append(
             "mask_embedding.pt lies beside the weights; it replaces the mask's embedding"
@@ -136,7 +142,7 @@ def check_contract(folder: Path) -> list[str]:
     except ValueError as error:
         return [*problems, str(error)]
     try:
-        expected = tensor_shapes(config)
+        expected = eagle3_shapes(config) if eagle3 else tensor_shapes(config)
     except (KeyError, TypeError):
         return problems  # they say which size or list is missing
     return [*problems, *_check_tensors(stored, expected)]
@@ -164,6 +170,24 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     state, rank = config[NESTED]["gru_hidden_dim"], config[NESTED]["emb_dim"]
     head = [[3 * state, hidden], [3 * state, state], [rank, hidden + state]]
     return whole | dict(zip(HEAD_NAMES, [*head, [config["vocab_size"], rank]], strict=True))
+
+
+def eagle3_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
+    """The same for an EAGLE-3 drafter of one layer, whose head and embedding are the target's."""
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    taps = len(config["eagle_config"][EAGLE3_TAPS])
+    layer = {
+        **{"self_attn.q_proj": [query, 2 * hidden], "self_attn.o_proj": [hidden, query]},
+        **{"self_attn.k_proj": [key, 2 * hidden], "self_attn.v_proj": [key, 2 * hidden]},
+        **{"mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden]},
+        "mlp.down_proj": [hidden, inner],
+        **{"input_layernorm": [hidden], "post_attention_layernorm": [hidden]},
+        "hidden_norm": [hidden],
+    }
+    shapes = {"fc": [hidden, taps * hidden], "norm": [hidden]}
+    shapes |= {f"midlayer.{name}": shape for name, shape in layer.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[str, list[int]]]:
@@ -296,6 +320,46 @@ def _check_head(draft: dict[str, Any]) -> Iterator[str]:
         if prefix not in engine.causal_head:
             allowed = ", ".join(map(str, engine.causal_head))
             yield f"pure_draft_prefix_len is {prefix}; {engine.engine} takes {allowed} alone"
+
+
+def _check_eagle3(config: dict[str, Any]) -> Iterator[str]:
+    """What `LlamaForCausalLMEagle3` of both engines reads of config.json.
+
+    SGLang 0.5.23: srt/models/llama_eagle3.py, srt/model_executor/model_runner.py. vLLM 0.32.0:
+    model_executor/models/llama_eagle3.py, v1/worker/gpu/spec_decode/eagle/eagle3_utils.py.
+    """
+    if config.get("model_type") != "llama":
+        yield f"model_type is {config.get('model_type')}; the layer of an EAGLE-3 drafter is llama"
+    for key in SIZES:
+        if not _is_positive(config.get(key)):
+            yield f"{key} is {config.get(key)}; give a whole number above 0"
+    if config.get("num_hidden_layers") != 1:
+        yield f"num_hidden_layers is {config.get('num_hidden_layers')}; an EAGLE-3 drafter has 1"
+    if config.get("draft_vocab_size", 0) is not None:
+        yield (
+            "draft_vocab_size is not null; engines take the target's head only where it is written "
+            "and null"
+        )
+    if config.get("tie_word_embeddings") is not False:
+        yield "tie_word_embeddings is not false; SGLang would make the drafter's embedding its head"
+    taps = (config.get("eagle_config") or {}).get(EAGLE3_TAPS)
+    depth = config.get("num_target_layers")
+    if not isinstance(taps, list) or not taps:
+        yield f"eagle_config lacks {EAGLE3_TAPS}; SGLang would tap other layers"
+    elif _is_positive(depth) and not all(tap in range(depth - 1) for tap in taps):
+        yield (
+            f"{EAGLE3_TAPS} is {taps}; of {depth} target layers all but the last can be tapped, "
+            "numbered from 0"
+        )
+    elif config.get(EAGLE3_TAPS) != [tap + 1 for tap in taps]:
+        yield (
+            f"{EAGLE3_TAPS} is {config.get(EAGLE3_TAPS)} at the top of config.json; vLLM counts "
+            f"one more than the {taps} that SGLang reads in eagle_config"
+        )
+    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "mlp_bias"):
+        if config.get(key):
+            yield f"{key} is {config[key]}; with it an engine drafts otherwise than in training"
+    yield from _check_rope(config)
 
 
 def _check_rope(config: dict[str, Any]) -> Iterator[str]:

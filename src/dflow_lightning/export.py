@@ -36,6 +36,8 @@ from dflow_lightning.drafter_folder import (
     LoadedDrafter,
     load_export,
 )
+from dflow_lightning.eagle3 import AnyDrafter, Eagle3Drafter
+from dflow_lightning.eagle3_export import eagle3_card, eagle3_config, step_logits
 from dflow_lightning.errors import InputError
 from dflow_lightning.model_card import model_card
 from dflow_lightning.relay import Relay
@@ -68,9 +70,7 @@ def export_command(
     """
     check_replaceable(out)
     recipe = read_recipe(checkpoint)
-    from dflow_lightning.module import (
-        DrafterModule,
-    )  # Lightning, which reading an export never needs
+    from dflow_lightning.trained import load_trained  # Lightning, which reading never needs
 
     write: Any = export_drafter
     if format == "speculators":
@@ -81,13 +81,18 @@ def export_command(
         write = export_speculators
     elif compile:
         write = partial(export_drafter, compile=True)
-    module = DrafterModule.from_checkpoint(checkpoint, target=target)
+    module = load_trained(checkpoint, target=target)
+    if isinstance(module.drafter, Eagle3Drafter) and (compile or format != "dflash"):
+        option = "compile" if compile else f"format {format}"
+        raise InputError(
+            f"{option}: an EAGLE-3 drafter has one format and no package; leave it out"
+        )
     write(
         module.drafter,
         module.relay,
         module.target,
         out,
-        first_rejected=module.relay_config.first_rejected,
+        first_rejected=module.first_rejected,
         dtype=dtype,
         recipe=recipe,
     )
@@ -167,7 +172,7 @@ def _validation_prompts(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def export_drafter(
-    drafter: Drafter,
+    drafter: AnyDrafter,
     relay: Relay | None,
     target: FrozenTarget,
     out: Path,
@@ -188,7 +193,11 @@ def export_drafter(
     """
     check_replaceable(out)
     weights = _weights(drafter, dtype)
-    config = drafter_config(drafter.dims, relay, target, first_rejected, dtype)
+    if isinstance(drafter, Eagle3Drafter):
+        config, card = eagle3_config(drafter.dims, target, dtype), eagle3_card
+    else:
+        config = drafter_config(drafter.dims, relay, target, first_rejected, dtype)
+        card = model_card
     config["dflow_config"] |= {
         "training": (recipe or {}).get("training"),
         "tap_fingerprint": tap_fingerprint(target, drafter.dims.target_layer_ids),
@@ -200,12 +209,12 @@ def export_drafter(
             (folder / "relay").mkdir()
             _write_json(folder / "relay/config.json", relay_config(relay, first_rejected))
             _save(_weights(relay, dtype), folder / "relay/relay.safetensors")
-        if drafter.carryover is not None:
+        if isinstance(drafter, Drafter) and drafter.carryover is not None:
             (folder / "carryover").mkdir()
             _write_json(folder / "carryover/config.json", carryover_config(first_rejected))
             _save(_weights(drafter.carryover, dtype), folder / integrity.CARRYOVER)
         integrity.record(folder, config)
-        (folder / "README.md").write_text(model_card(config, recipe or {}), encoding="utf-8")
+        (folder / "README.md").write_text(card(config, recipe or {}), encoding="utf-8")
         _write_json(folder / "config.json", config)  # last: without it a folder is no export
         loaded = load_export(folder, target)
         _compare(loaded, drafter, relay, target, getattr(torch, dtype))
@@ -345,35 +354,22 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def _compare(
     loaded: LoadedDrafter,
-    drafter: Drafter,
+    drafter: AnyDrafter,
     relay: Relay | None,
     target: FrozenTarget,
     dtype: torch.dtype,
 ) -> None:
     """The drafter built from the files drafts what the one in memory does, rounded to `dtype`."""
-    ours, theirs = Drafter(drafter.dims), loaded.drafter
+    ours, theirs = type(drafter)(drafter.dims), loaded.drafter  # type: ignore[arg-type]
     rounded = {name: t.to(target.device, dtype) for name, t in drafter.state_dict().items()}
     ours.load_state_dict(rounded)
     ours = ours.to(target.device, target.dtype)
-    dims = drafter.dims
-    noise = torch.Generator().manual_seed(0)
-    shape = (1, 4, len(dims.target_layer_ids) * dims.hidden_size)
-    taps_BSC = torch.randn(shape, generator=noise).to(target.device, target.dtype)
-    x_BNKD = torch.randn(1, 1, dims.block_size, dims.hidden_size, generator=noise).to(taps_BSC)
-    positions_BS = torch.arange(4, device=target.device).unsqueeze(0)
-    anchors_BN = torch.full((1, 1), 4, device=target.device)
-    with torch.inference_mode():
-        outputs = [
-            one(x_BNKD, one.context_kv(one.project(taps_BSC), positions_BS), anchors_BN)
-            for one in (ours, theirs)
-        ]
+    outputs = [_probe(one, target) for one in (ours, theirs)]
     same = torch.equal(*outputs) and (relay is None) == (loaded.relay is None)
-    if ours.causal_head is not None:  # which the body's output does not pass through
-        read = theirs.state_dict()
-        same &= all(torch.equal(t, read[name]) for name, t in ours.state_dict().items())
-    if ours.carryover is not None:
-        same &= theirs.carryover is not None
-        same &= torch.equal(ours.carryover.flag, theirs.carryover.flag)  # type: ignore[union-attr]
+    # A causal head and carryover are not in the probe's way.
+    written, read = ours.state_dict(), theirs.state_dict()
+    same &= written.keys() == read.keys()
+    same = same and all(torch.equal(tensor, read[name]) for name, tensor in written.items())
     if relay is not None and loaded.relay is not None:
         relay_state = loaded.relay.state_dict()
         same &= all(
@@ -382,3 +378,19 @@ def _compare(
         )
     if not same:
         raise RuntimeError("the export read back is not the drafter that was written")
+
+
+@torch.inference_mode()
+def _probe(drafter: AnyDrafter, target: FrozenTarget) -> Tensor:
+    """What a drafter makes of one block, the same block each time."""
+    if isinstance(drafter, Eagle3Drafter):
+        return step_logits(target, drafter, [0, 1, 2, 3])
+    dims = drafter.dims
+    noise = torch.Generator().manual_seed(0)
+    shape = (1, 4, len(dims.target_layer_ids) * dims.hidden_size)
+    taps_BSC = torch.randn(shape, generator=noise).to(target.device, target.dtype)
+    x_BNKD = torch.randn(1, 1, dims.block_size, dims.hidden_size, generator=noise).to(taps_BSC)
+    positions_BS = torch.arange(4, device=target.device).unsqueeze(0)
+    anchors_BN = torch.full((1, 1), 4, device=target.device)
+    context = drafter.context_kv(drafter.project(taps_BSC), positions_BS)
+    return drafter(x_BNKD, context, anchors_BN)

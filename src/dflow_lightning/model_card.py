@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 # What made the weights; the rest of a recipe says where a run kept its files and what it logged.
-SECTIONS = ("seed_everything", "model", "rollout", "data", "steps")
+SECTIONS = ("seed_everything", "method", "model", "rollout", "data", "steps")
 TRAINER = ("precision", "accumulate_grad_batches", "gradient_clip_val", "devices", "num_nodes")
 
 CARD = """# {kind} drafter for {target}

@@ -289,6 +289,10 @@ class DrafterModule(TrainingModule):
 
     def _warm_start(self, folder: Path) -> None:
         loaded = load_export(folder, self.target)
+        if not isinstance(loaded.drafter, Drafter):
+            raise InputError(
+                f"model.init_from {folder} is an EAGLE-3 drafter; give a block drafter's folder"
+            )
         ours, theirs = self.drafter.dims, loaded.drafter.dims
         shape = [f.name for f in fields(DrafterConfig) if f.name != "carryover"]
         names = [*shape, "rope_parameters"]
@@ -315,6 +319,11 @@ class DrafterModule(TrainingModule):
             self.relay.load_state_dict(loaded.relay.state_dict())
 
     # ---------------------------------------------------------------- use
+
+    @property
+    def first_rejected(self) -> bool:
+        """Whether the relay uses the row of the first rejected token."""
+        return self.relay_config.first_rejected
 
     def decoder(self) -> SpeculativeDecoder:
         """Real speculative decoding with the current weights."""

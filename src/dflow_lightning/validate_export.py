@@ -44,8 +44,9 @@ from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import Completion, SpeculativeDecoder
 from dflow_lightning.dims import DrafterDims, choose_mask_token_id
 from dflow_lightning.draft import embed_blocks, relay_correction
-from dflow_lightning.drafter import Drafter
 from dflow_lightning.drafter_folder import LoadedDrafter, load_export
+from dflow_lightning.eagle3 import AnyDrafter, Eagle3Drafter
+from dflow_lightning.eagle3_export import step_logits
 from dflow_lightning.engine_contract import check_contract
 from dflow_lightning.equality import Difference, EqualityCheck
 from dflow_lightning.errors import InputError
@@ -199,14 +200,17 @@ def config(subject: Subject) -> Found:
     its own: their number and size need not be the target's. Positions are shared, and so is RoPE.
     """
     dims, target = subject.loaded.drafter.dims, subject.target
-    choose_mask_token_id(dims.mask_token_id, target)
+    mask = "no mask token"
+    if isinstance(dims, DrafterDims):
+        choose_mask_token_id(dims.mask_token_id, target)
+        mask = f"mask {dims.mask_token_id}"
     ours, theirs = (
         _rope(parameters) for parameters in (dims.rope_parameters, target.config.rope_parameters)
     )
     if ours != theirs:
         raise FailedError(f"rope_parameters is {ours}, but the target's {theirs}; export again")
     layers = ", ".join(str(index) for index in dims.target_layer_ids)
-    found = f"taps {layers} of {target.num_layers}, mask {dims.mask_token_id}"
+    found = f"taps {layers} of {target.num_layers}, {mask}"
     return f"{found}, RoPE as the target's", {}
 
 
@@ -245,11 +249,11 @@ def checkpoint(subject: Subject) -> Found:
         raise FailedError(
             f"the checkpoint is of {saved['target']}, whose weights are not the target's"
         )
-    trained = asdict(DrafterDims(**saved["drafter"]))
+    trained = asdict(type(loaded.drafter.dims)(**saved["drafter"]))
     for name, value in asdict(loaded.drafter.dims).items():
         if trained[name] != value:
             raise FailedError(f"{name} is {value}, but {trained[name]} in the checkpoint")
-    relay_saved = saved["relay"]
+    relay_saved = saved.get("relay", {"enabled": False})  # of which EAGLE-3 knows nothing
     if relay_saved["enabled"] != (loaded.relay is not None):
         raise FailedError("relay: one of checkpoint and export has a relay, the other has none")
     if loaded.relay and relay_saved["first_rejected"] != loaded.first_rejected:
@@ -273,10 +277,10 @@ def checkpoint(subject: Subject) -> Found:
 
 def rebuild(
     content: dict[str, Any], loaded: LoadedDrafter, target: FrozenTarget
-) -> tuple[Drafter, Relay | None]:
+) -> tuple[AnyDrafter, Relay | None]:
     """Drafter and relay of a checkpoint with weights as the export would store them."""
-    dims = DrafterDims(**content["dflow"]["drafter"])
-    drafter, relay = Drafter(dims), None
+    dims = loaded.drafter.dims  # which are those of the checkpoint
+    drafter, relay = type(loaded.drafter)(dims), None  # type: ignore[arg-type]
     if loaded.relay is not None:
         settings = RelayConfig(**content["dflow"]["relay"])
         relay = settings.build(dims.hidden_size, dims.rms_norm_eps)
@@ -291,12 +295,15 @@ def rebuild(
 
 @torch.inference_mode()
 def draft_logits(
-    target: FrozenTarget, drafter: Drafter, relay: Relay | None, token_ids: list[int]
+    target: FrozenTarget, drafter: AnyDrafter, relay: Relay | None, token_ids: list[int]
 ) -> Tensor:
     """Logits of the block that starts at the last of some tokens, `[1, 1, K, V]`.
 
-    With a relay, the block before it is taken to be rejected as a whole.
+    With a relay, the block before it is taken to be rejected as a whole. An EAGLE-3 drafter has
+    those of its drafts, `[1, K-1, V]`.
     """
+    if isinstance(drafter, Eagle3Drafter):
+        return step_logits(target, drafter, token_ids)
     dims = drafter.dims
     while len(token_ids) <= dims.block_size:
         token_ids = token_ids + token_ids

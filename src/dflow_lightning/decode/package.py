@@ -128,17 +128,18 @@ def compile_package(models: Models, folder: Path) -> None:
     """Write `draft.pt2` and its manifest.
 
     Raises:
-        InputError: the target's head has a bias, which the package does not know.
+        InputError: the target's head has a bias, which the package does not know, or the drafter is
+            no block drafter.
     """
-    assert models.drafter is not None
+    drafter = block_drafter(models)
     if models.target.head_weight is None:
         raise InputError(f"target: {models.target.name} has a head that no package can be made for")
-    program = DraftProgram(models.drafter, models.relay).eval()
+    program = DraftProgram(drafter, models.relay).eval()
     # Two of everything: a size of one would be taken for a constant.
     state = DecodeState.empty(models, 2, 64, 1, rejection=False)
     rows = torch.export.Dim("rows", min=1, max=4096)
     length = torch.export.Dim("length", min=2, max=MAX_CONTEXT)
-    context = [{0: rows, 2: length}] * models.drafter.dims.num_layers
+    context = [{0: rows, 2: length}] * drafter.dims.num_layers
     shapes: list[Any] = [None, None, {0: rows}, {0: rows}, context, context]
     if models.keeps_rejected:
         shapes += [{0: rows}] * 4
@@ -153,6 +154,20 @@ def compile_package(models: Models, folder: Path) -> None:
         inductor_configs={"aot_inductor.package_constants_in_so": False},
     )
     (folder / MANIFEST).write_text(json.dumps(manifest(models), indent=2) + "\n", encoding="utf-8")
+
+
+def block_drafter(models: Models) -> Drafter:
+    """The drafter that a package can be made of.
+
+    Raises:
+        InputError: it drafts one token after the other.
+    """
+    if not isinstance(models.drafter, Drafter):
+        raise InputError(
+            "drafter: a package holds the one step of a block drafter, and this one is EAGLE-3; "
+            "use the backend eager or compiled"
+        )
+    return models.drafter
 
 
 def manifest(models: Models) -> dict[str, Any]:
@@ -176,15 +191,15 @@ def constants(models: Models, names: list[str]) -> dict[str, Tensor]:
 
     The RoPE frequencies are no weight and have no name of their own; short ones are inlined.
     """
-    assert models.drafter is not None
-    weights = DraftProgram(models.drafter, models.relay).state_dict()
+    drafter = block_drafter(models)
+    weights = DraftProgram(drafter, models.relay).state_dict()
     unnamed = [name for name in names if name not in weights]
     if len(unnamed) > 1:
         raise InputError(
             f"drafter: the package asks for {unnamed[1]}, which is no weight of the drafter; "
             "export it again with --compile"
         )
-    frequencies = models.drafter.inverse_frequencies.to(models.target.device)
+    frequencies = drafter.inverse_frequencies.to(models.target.device)
     return {name: weights.get(name, frequencies) for name in names}
 
 
@@ -203,6 +218,7 @@ class PackagedDraft:
             InputError: there is no package, or it is of another device, dtype or version.
         """
         self._models = models
+        block_drafter(models)
         path, ours = folder / FOLDER / PACKAGE, manifest(models)
         if not path.is_file():
             raise InputError(
