@@ -22,7 +22,7 @@ LAYERS = [
     {
         *("checkpoint", "export", "export_speculators", "engine_contract", "model_card"),
         *("signals", "guards", "replay"),
-        *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality"),
+        *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality", "overlap"),
         *("report", "charts", "ui"),
         *("serving", "validate_export"),
     },
