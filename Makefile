@@ -55,11 +55,12 @@ fmt: env ## format and mend what ruff can mend
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-compare: env ## DFlash, DFlash+SC and DFlow, three seeds each, with the fairness rows
+compare: env ## every method, three seeds each: the results table (hours; goes on where it stopped)
 	$(BIN)/python scripts/compare.py
+	$(BIN)/python scripts/compare.py --cost
 
-compare-quick: env ## the same with one seed and few steps: does the harness work?
-	$(BIN)/python scripts/compare.py --quick
+compare-quick: env ## the same with one seed and few steps: does the harness work? (10 minutes)
+	$(BIN)/python scripts/compare.py --quick --out runs/compare-quick
 
 distributed: env ## two CPU processes under DDP and ZeRO 1 to 3: equal losses, checkpoints, bf16 (some 10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/prove_distributed.py
