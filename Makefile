@@ -55,11 +55,12 @@ fmt: env ## format and mend what ruff can mend
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-compare: env ## DFlash, DFlash+SC and DFlow, three seeds each, with the fairness rows
+compare: env ## every method, three seeds each: the results table (hours; goes on where it stopped)
 	$(BIN)/python scripts/compare.py
+	$(BIN)/python scripts/compare.py --cost
 
-compare-quick: env ## the same with one seed and few steps: does the harness work?
-	$(BIN)/python scripts/compare.py --quick
+compare-quick: env ## the same with one seed and few steps: does the harness work? (10 minutes)
+	$(BIN)/python scripts/compare.py --quick --out runs/compare-quick
 
 distributed: env ## two CPU processes under DDP and ZeRO 1 to 3: equal losses, checkpoints, bf16 (some 10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/prove_distributed.py
@@ -69,6 +70,11 @@ bench-throughput: env ## tokens/s of the shipped drafters with 1 to 32 requests 
 		--drafter data/tiny-drafters/dflash --drafter data/tiny-drafters/dflow \
 		--concurrency 1,2,4,8,16,32 --per_family $(THROUGHPUT_PROMPTS) --json runs/throughput.json
 	$(BIN)/dflow-train report --bench runs/throughput.json --out runs/throughput.html
+
+overlap: env ## where the shipped relay helps: the same rounds with and without it (4 minutes)
+	$(BIN)/dflow-train bench --target $(TARGET) --suite tiny --temperature 0,1 --overlap \
+		--drafter data/tiny-drafters/dflow --json runs/overlap.json
+	$(BIN)/dflow-train report --bench runs/overlap.json --out runs/overlap.html
 
 bench-step: env env-interop ## what a training step costs: ours against speculators', DFlow against DFlash
 	$(BIN)/python scripts/bench_step.py

@@ -1,7 +1,8 @@
-"""Train and bench the tiny drafters side by side: the table that says what the relay is worth.
+"""Train and bench the tiny drafters side by side: the table that says what each method is worth.
 
-    python scripts/compare.py                 # 3 seeds, all rows: about 80 minutes on 2 cores
-    python scripts/compare.py --quick         # 1 seed, a tenth of the steps: a look, no result
+    python scripts/compare.py                 # all rows, 3 seeds: hours on 2 cores
+    python scripts/compare.py --quick         # 1 seed, few steps: the harness works, no result
+    python scripts/compare.py --cost          # what the rows cost; of drafters that are there
 
 Every row is one recipe with at most one thing changed, trained with the same data, seeds,
 optimizer steps and mask-round anchors, exported from its best checkpoint by validation tau, and
@@ -13,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -23,47 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from compare_cost import cost_tables
+from compare_rows import BASE, Variant, variants
+from compare_tables import collect, goals_table, paper_table, publish, tau_table
 
 TARGET = "data/tiny-qwen3"
-BASE = "dflash"
 SHIPPED = ("dflash", "dflow")
-RESULTS = Path("docs/results.md")
-MARKS = ("<!-- compare -->", "<!-- /compare -->")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A row: a recipe, what is changed on its command line, and what it is for."""
-
-    name: str
-    recipe: str
-    changes: tuple[str, ...] = ()
-    equal_time_to: str | None = None
-    one_seed: bool = False
-
-
-def variants(num_blocks: int) -> list[Variant]:
-    """All rows; `num_blocks` is how many blocks per row of data DFlow learns from in a step."""
-    return [
-        Variant("dflow", "tiny-dflow"),
-        Variant("dflash", "tiny-dflash"),
-        Variant("dflash-sc", "tiny-dflash-sc"),
-        # As many blocks per step as the mask round and the rollout rounds of DFlow together.
-        Variant(
-            "dflash-equal-blocks",
-            "tiny-dflash",
-            ("--model.num_anchors", str(num_blocks)),
-            one_seed=True,
-        ),
-        Variant("dflash-equal-time", "tiny-dflash", equal_time_to="dflow", one_seed=True),
-        Variant(
-            "dflow-clean-features",
-            "tiny-dflow",
-            ("--rollout.mode", "clean_features"),
-            one_seed=True,
-        ),
-    ]
+QUICK_STEPS, QUICK_PROMPTS = 100, 2
+QUICK_FIT = ("--validation.prompts_per_family", 1, "--validation.max_new_tokens", 32)
 
 
 @dataclass(frozen=True)
@@ -88,9 +55,7 @@ class Study:
 
     def steps(self, variant: Variant, seed: int) -> int:
         """Optimizer steps of a run: the recipe's, fewer when quick, more for equal time."""
-        steps = read_recipe(variant.recipe)["trainer"]["max_steps"]
-        if self.quick:
-            steps //= 10
+        steps = QUICK_STEPS if self.quick else variant.read()["trainer"]["max_steps"]
         if variant.equal_time_to:
             ratio = self.seconds(variant.equal_time_to, seed) / self.seconds(BASE, seed)
             return round(steps * ratio)
@@ -104,12 +69,13 @@ class Study:
         shutil.rmtree(folder, ignore_errors=True)
         steps = self.steps(variant, seed)
         log = folder.with_suffix(".log")
+        every = steps if self.quick else max(1, steps // 2)
         # On one thread these are wall seconds on a machine that does nothing else.
         seconds = dflow_train(
-            "fit", "--config", f"recipes/{variant.recipe}.yaml", "--run_dir", folder,
+            "fit", "--config", variant.path, "--run_dir", folder,
             "--seed_everything", seed, "--model.seed", seed, "--data.seed", seed,
-            "--trainer.max_steps", steps, "--trainer.val_check_interval", max(1, steps // 2),
-            *variant.changes, log=log,
+            "--trainer.max_steps", steps, "--trainer.val_check_interval", every,
+            *(QUICK_FIT if self.quick else ()), *variant.changes, log=log,
         )  # fmt: skip
         (folder / "seconds.json").write_text(json.dumps({"seconds": seconds, "steps": steps}))
         best = folder / "checkpoints" / "best.ckpt"
@@ -128,22 +94,12 @@ class Study:
         if not result.exists():
             dflow_train(
                 "bench", "--target", TARGET, "--drafter", folder / "export", "--suite", "tiny",
-                "--temperature", "0,1", "--per_family", self.per_family, "--concurrency", 8,
+                "--temperature", "0,1", "--per_family", self.per_family,
+                "--concurrency", min(8, self.per_family),
+                "--max_new_tokens", 64 if self.quick else 128,
                 "--json", result, log=folder.with_suffix(".bench.log"),
             )  # fmt: skip
         return json.loads(result.read_text())["rows"]
-
-
-def num_blocks(recipe: str) -> int:
-    """Blocks per row of data that a DFlow recipe learns from: the mask round and all rollouts."""
-    read = read_recipe(recipe)
-    rollout = read["rollout"]
-    return read["model"]["num_anchors"] + rollout["num_anchors"] * rollout["num_rounds"]
-
-
-def read_recipe(recipe: str) -> Any:
-    """The values of a recipe, by section."""
-    return OmegaConf.load(f"recipes/{recipe}.yaml")
 
 
 def dflow_train(*arguments: object, log: Path) -> float:
@@ -169,131 +125,58 @@ def in_pairs(
         return list(pool.map(lambda pair: function(*pair), pairs))
 
 
-def collect(rows: dict[tuple[str, int], list[dict]]) -> dict[str, dict]:
-    """Tau of each seed by `row name`, `temperature/family`; relay-off rows have their own names."""
-    table: dict[str, dict] = {}
-    for (name, _), found in sorted(rows.items()):
-        has_relay = any(row["relay"] == "on" for row in found)
-        for row in found:
-            title = f"{name}, relay {row['relay']}" if has_relay else name
-            cell = f"{row['temperature']:g}/{row['family']}"
-            entry = table.setdefault(title, {}).setdefault(cell, {"tau": [], "lossless": True})
-            entry["tau"].append(row["tau"])
-            entry["lossless"] &= row["lossless"] is not False
-    return table
+def chosen_rows(names: list[str]) -> list[Variant]:
+    """All rows, or those that are named; the row of equal time only by name."""
+    known = {one.name: one for one in variants()}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"--rows: there is no {unknown[0]}; choose of {', '.join(known)}")
+    return [known[name] for name in names] or [v for v in known.values() if not v.equal_time_to]
 
 
-def markdown(table: dict[str, dict], study: Study) -> str:
-    """The table of tau, a row a drafter; a spread only where there is more than one seed."""
-    cells = [f"{t}/{family}" for t in (0, 1) for family in ("math", "code", "chat", "pooled")]
-    lines = [
-        f"tau (accepted drafts + 1), mean of the seeds ± (largest - smallest); "
-        f"{study.per_family} prompts a family",
-        "",
-        "| drafter | seeds | "
-        + " | ".join(f"T={c.replace('/', ' ')}" for c in cells)
-        + " | lossless |",
-        "|---|---|" + "---|" * (len(cells) + 1),
-    ]
-    for title, row in table.items():
-        values = [shown(row[c]["tau"]) for c in cells]
-        seeds = len(row[cells[0]]["tau"])
-        lossless = "yes" if all(entry["lossless"] for entry in row.values()) else "NO"
-        lines.append(f"| {title} | {seeds} | " + " | ".join(values) + f" | {lossless} |")
-    return "\n".join(lines)
-
-
-def shown(values: list[float]) -> str:
-    """A mean, with its spread where there is one."""
-    mean = f"{statistics.mean(values):.3f}"
-    return mean if len(values) == 1 else f"{mean} ± {spread(values):.3f}"
-
-
-def spread(values: list[float]) -> float:
-    """Largest minus smallest."""
-    return max(values) - min(values)
-
-
-def ratio(table: dict, one: str, other: str, cell: str) -> list[float]:
-    """One row over another, seed by seed; rows of fewer seeds are compared on those."""
-    return [a / b for a, b in zip(table[one][cell]["tau"], table[other][cell]["tau"], strict=False)]
-
-
-BARS = (  # one, other, temperature, at least
-    ("dflow, relay on", "dflash", 0, 1.10),
-    ("dflow, relay on", "dflash", 1, 1.09),
-    ("dflow, relay on", "dflow, relay off", 0, 1.05),
-    ("dflow, relay on", "dflow, relay off", 1, 1.05),
-    ("dflow, relay on", "dflash-sc", 0, 1.0),
-    ("dflow, relay on", "dflash-sc", 1, 1.0),
-    ("dflash-sc", "dflash", 0, 1.0),
-    ("dflash-sc", "dflash", 1, 1.0),
-    ("dflow, relay on", "dflash-equal-blocks", 0, 1.05),
-    ("dflow, relay on", "dflash-equal-blocks", 1, 1.0),
-    ("dflow, relay on", "dflash-equal-time", 0, 1.0),
-    ("dflow, relay on", "dflash-equal-time", 1, 1.0),
-    ("dflow, relay on", "dflow-clean-features, relay on", 0, 1.0),
-)
-
-
-def bars(table: dict) -> list[str]:
-    """The table of goals: pooled tau of one row over another, and whether it is high enough."""
-    lines = [
-        "| pooled tau of | over | T | ratio (mean of seeds) | each seed | goal | met |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for one, other, temperature, goal in BARS:
-        if not {one, other} <= table.keys():
-            continue  # left out by --rows
-        values = ratio(table, one, other, f"{temperature}/pooled")
-        mean = statistics.mean(values)
-        each = ", ".join(f"{value:.3f}" for value in values)
-        met = "yes" if mean >= goal else "no"
-        lines.append(
-            f"| {one} | {other} | {temperature} | {mean:.3f} | {each} | {goal:.2f} | {met} |"
-        )
-    return lines
-
-
-def publish(summary: str) -> None:
-    """Put the tables between their marks in docs/results.md, with where they come from."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    command = " ".join(["python", *sys.argv])
-    page = RESULTS.read_text()
-    before, _, rest = page.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    origin = f"Made by `{command}` at commit `{commit}`."
-    RESULTS.write_text(f"{before}{MARKS[0]}\n{origin}\n\n{summary}{MARKS[1]}{after}")
-
-
-def main(
-    out: Path, seeds: list[int], jobs: int, quick: bool, per_family: int, ship: bool, record: bool,
-    rows: list[str], finished: bool,
-) -> None:  # fmt: skip
-    """Train, bench and tabulate all rows, or some."""
-    study = Study(out, seeds[:1] if quick else seeds, quick, 8 if quick else per_family)
-    chosen = [one for one in variants(num_blocks("tiny-dflow")) if not rows or one.name in rows]
-    # The rows that matter most come first, whatever time is left.
+def compare(study: Study, chosen: list[Variant], jobs: int, finished: bool, record: bool) -> None:
+    """Train and bench what is not done yet, and tabulate."""
+    missing = [one for one in chosen if not one.path.is_file()]
+    for one in missing:
+        print(f"{one.name} is left out: there is no recipe {one.path}", file=sys.stderr)
+    # Seed by seed, so that a whole table is there first and its spread later.
     pairs = [
         (variant, seed)
-        for variant in chosen
         for seed in study.seeds
-        if seed == study.seeds[0] or not variant.one_seed
+        for variant in chosen
+        if variant not in missing and (seed == study.seeds[0] or not variant.one_seed)
     ]
     if finished:
         pairs = [pair for pair in pairs if (study.folder(*pair) / "bench.json").exists()]
+    if not pairs:
+        raise SystemExit(f"--out: {study.out} holds no finished row; train some first")
     results = in_pairs(study.measure, pairs, jobs)
     table = collect(
         {(v.name, seed): found for (v, seed), found in zip(pairs, results, strict=True)}
     )
-    summary = "\n".join([markdown(table, study), "", *bars(table), ""])
-    (out / "summary.md").write_text(summary)
-    (out / "summary.json").write_text(json.dumps(table, indent=1))
-    print(summary)
+    lines = [*tau_table(table, study.per_family), "", *paper_table(table), "", *goals_table(table)]
+    (study.out / "summary.md").write_text("\n".join([*lines, ""]))
+    (study.out / "summary.json").write_text(json.dumps(table, indent=1))
+    print("\n".join(lines))
     if record:
-        publish(summary)
+        publish("compare", lines)
+
+
+def main(
+    out: Path, seeds: list[int], jobs: int, quick: bool, per_family: int, ship: bool, record: bool,
+    rows: list[str], finished: bool, cost: bool,
+) -> None:  # fmt: skip
+    """Train, bench and tabulate all rows, or some; or say what they cost."""
+    study = Study(out, seeds[:1] if quick else seeds, quick, QUICK_PROMPTS if quick else per_family)
+    chosen = chosen_rows(rows)
+    if cost:
+        drafters = {v.name: study.folder(v, study.seeds[0]) / "export" for v in chosen}
+        lines = cost_tables([v for v in chosen if v.path.is_file()], drafters, out, quick=quick)
+        print("\n".join(lines))
+        if record:
+            publish("compare-cost", lines)
+        return
+    compare(study, chosen, jobs, finished, record)
     if ship:
         for name in SHIPPED:
             destination = Path("data/tiny-drafters") / name
@@ -318,6 +201,10 @@ if __name__ == "__main__":
     parser.add_argument(
         "--finished", action="store_true", help="tabulate what is there and train nothing"
     )
+    parser.add_argument(
+        "--cost", action="store_true",
+        help="time a step of each row and a round of each exported drafter, and train nothing else",
+    )  # fmt: skip
     parser.add_argument("--per-family", type=int, default=32)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument(

@@ -11,7 +11,7 @@ from dflow_lightning.acceptance import (
     position_uniforms,
     probabilities,
 )
-from dflow_lightning.metrics import acceptance_summary
+from dflow_lightning.metrics import acceptance_after, acceptance_summary
 
 
 def sampling(*temperatures, top_k=0, top_p=1.0):
@@ -58,6 +58,12 @@ def test_summary_pools_rounds_and_averages_requests():
     assert summary.tau_per_request == 3.0
     assert summary.position_acceptance == [2 / 3, 2 / 3, 1 / 3]
     assert summary.histogram == [1, 0, 1, 1]
+
+
+def test_rounds_by_what_the_round_before_accepted():
+    joint = acceptance_summary([[0, 2, 0], [3], [0, 2, 2]], num_draft_tokens=3).joint_histogram
+    assert joint == [[0, 0, 2, 0], [0] * 4, [1, 0, 1, 0], [0] * 4]
+    assert acceptance_after(joint) == [[1.0, 1.0, 0.0], [None] * 3, [0.5, 0.5, 0.0], [None] * 3]
 
 
 def test_summary_of_nothing():

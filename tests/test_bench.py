@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from dflow_lightning.arguments import spell_out
-from dflow_lightning.bench import BenchSettings, bench, bench_command
+from dflow_lightning.bench import FORMAT, BenchSettings, bench, bench_command
 from dflow_lightning.bench_row import (
     Decoded,
     relay_share,
@@ -41,6 +41,7 @@ CONTRACT = {
     "tau",
     "accepted_drafts",
     "position_acceptance",
+    "joint_histogram",
     "tokens_per_second",
     "plain_tokens_per_second",
     "speedup",
@@ -99,6 +100,7 @@ def test_rows(decoder, prompts):
         assert row.accepted_drafts == pytest.approx(sum(row.position_acceptance))
         assert len(row.position_acceptance) == 3
         assert sum(row.histogram) == row.rounds
+        assert sum(map(sum, row.joint_histogram)) == row.rounds - row.prompts  # but first rounds
         assert row.acceptance == ("greedy" if row.temperature == 0 else "sample_match")
         assert (row.relay_share is not None) == (row.relay == "on")
         assert row.speedup == pytest.approx(row.tokens_per_second / row.plain_tokens_per_second)
@@ -345,7 +347,8 @@ def test_json_contract(folders, capsys):
         json=out,
     )
     result = json.loads(out.read_text())
-    assert result.keys() == {"rows", "environment"}
+    assert result.keys() == {"format", "rows", "overlap", "environment"}
+    assert (result["format"], result["overlap"]) == (FORMAT, [])
     assert len(result["rows"]) == 2 * 2 * 3 * 3
     for row in result["rows"]:
         assert row.keys() >= CONTRACT

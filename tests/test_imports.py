@@ -29,7 +29,7 @@ LAYERS = [
             "model_card",
         ),
         *("signals", "guards", "replay"),
-        *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality"),
+        *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality", "overlap"),
         *("report", "charts", "ui"),
         *("serving", "validate_export"),
     },

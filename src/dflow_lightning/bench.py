@@ -18,16 +18,18 @@ from rich.progress import Progress
 from dflow_lightning import atomic
 from dflow_lightning.bench_row import Row
 from dflow_lightning.bench_suite import Suite, SuiteChoice, read_suite, suite_path
-from dflow_lightning.bench_table import show
+from dflow_lightning.bench_table import show, show_overlap
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.steps import Backend
 from dflow_lightning.errors import InputError
 from dflow_lightning.measure import BenchResult, BenchSettings, RelayChoice, bench, num_steps
+from dflow_lightning.overlap import check_overlap, measure_overlap
 from dflow_lightning.target import FrozenTarget
 
 __all__ = ["BenchResult", "BenchSettings", "Row", "bench", "bench_command"]
+FORMAT = 2  # of the JSON file; 1 had no number, no joint histograms and no overlap
 
 
 def bench_command(
@@ -47,6 +49,7 @@ def bench_command(
     acceptance: Acceptance = "match",
     backend: Backend = "eager",
     seed: int = 0,
+    overlap: bool = False,
     quiet: bool = False,
 ) -> None:
     """Measure drafters by real decoding of held-out prompts, against plain decoding.
@@ -71,6 +74,8 @@ def bench_command(
         backend: `eager` or `compiled`, for plain decoding as well; or `package`, the compiled draft
             step of the exports, against eager plain decoding.
         seed: of the sampling noise.
+        overlap: also draft every round of a relay-on decoding without its relay, and say where the
+            relay helps: by the accepted drafts of the round before, by slot and by entropy.
         quiet: print the tables only.
     """
     settings = BenchSettings(
@@ -92,18 +97,27 @@ def bench_command(
         suite_path(suite, target)  # a missing file is said before a target is loaded
     frozen = FrozenTarget.load(target)
     decoders = {str(one): SpeculativeDecoder.from_export(one, frozen) for one in drafter}
+    if overlap:
+        check_overlap(decoders, settings)
     if json is not None:
         atomic.check_writable(json, "json")
     asked = read_suite(choice, frozen, next(iter(decoders.values())))
     if not quiet:
         print("\n".join(asked.lines()), flush=True)
     result = bench_shown(decoders, asked.prompts, settings, quiet)
+    paired = measure_overlap(decoders, asked.prompts, settings) if overlap else []
     if json is not None:
         about = environment(frozen, settings, asked)
         about |= {"warm_up_seconds": result.warm_up_seconds}
-        content = {"rows": [asdict(row) for row in result.rows], "environment": about}
+        content = {
+            "format": FORMAT,
+            "rows": [asdict(row) for row in result.rows],
+            "overlap": [asdict(one) for one in paired],
+            "environment": about,
+        }
         atomic.write_text(json, jsonlib.dumps(content, indent=1) + "\n")
     show(result.rows)
+    show_overlap(paired)
     if json is not None:
         print(f"rows and environment written to {json}")
     if any(row.lossless is False for row in result.rows):

@@ -41,6 +41,8 @@ class Row:
         position_acceptance: share of rounds that accept at least draft j, j from 1.
         histogram: number of rounds with 0, 1, ... accepted drafts.
         rounds: summed over requests.
+        joint_histogram: number of rounds by accepted drafts of the round before (first index) and
+            of the round itself; a request's first round is in none.
         seconds: wall time of all rounds, prefill left out.
         tokens_per_second: of all requests in flight together.
         plain_tokens_per_second: plain decoding in the same engine, at the same concurrency.
@@ -72,6 +74,7 @@ class Row:
     position_acceptance: list[float]
     histogram: list[int]
     rounds: int
+    joint_histogram: list[list[int]]
     prompts: int
     tokens: int
     seconds: float

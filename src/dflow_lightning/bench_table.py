@@ -11,6 +11,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from dflow_lightning.bench_row import Row
+    from dflow_lightning.overlap import Overlap
 
 PLAIN_WIDTH = 80
 LISTED = 10
@@ -46,6 +47,34 @@ def show(rows: Sequence["Row"], console: Console | None = None) -> None:
             _list_differences(row, names, print_text)
 
 
+def show_overlap(records: Sequence["Overlap"], console: Console | None = None) -> None:
+    """What the relay gains in accepted drafts, by those of the round before."""
+    if not records:
+        return
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=PLAIN_WIDTH, no_color=True)
+    names = short_names([one.drafter for one in records])
+    table = _table(console.is_terminal)
+    _add_names(table, relay=False)
+    table.add_column("family", overflow="fold")
+    table.add_column("accepted before: gain +- standard error, rounds")
+    for one in records:
+        cells = [
+            f"{before}: {gain[0]:+.2f} +- {gain[1]:.2f}, {rounds}"
+            for before, (gain, rounds) in enumerate(zip(one.gain(), one.rounds, strict=True))
+            if gain is not None
+        ]
+        lines = ["   ".join(cells[first : first + 2]) for first in range(0, len(cells), 2)]
+        table.add_row(names[one.drafter], f"{one.temperature:g}", one.family, "\n".join(lines))
+    console.print(
+        "\ngain of the relay in accepted drafts, same rounds drafted with and without it",
+        highlight=False,
+        markup=False,
+    )
+    console.print(table)
+
+
 def short_names(drafters: Sequence[str]) -> dict[str, str]:
     """The end of each path, as long as it takes to tell them apart."""
     parts = {drafter: PurePath(drafter).parts or (drafter,) for drafter in drafters}
@@ -64,9 +93,10 @@ def _table(is_terminal: bool) -> Table:
     )
 
 
-def _add_names(table: Table) -> None:
+def _add_names(table: Table, *, relay: bool = True) -> None:
     table.add_column("drafter", overflow="fold", min_width=6)
-    table.add_column("relay")
+    if relay:
+        table.add_column("relay")
     table.add_column("T", justify="right")
 
 

@@ -6,6 +6,7 @@ length, is a + 1, bonus token included (as z-lab, SGLang and vLLM count).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ class AcceptanceSummary:
         position_acceptance: `P(a >= j)` for j = 1..K-1.
         histogram: number of rounds with a = 0..K-1.
         rounds: number of rounds.
+        joint_histogram: number of rounds by a of the request's round before (first index) and a of
+            the round itself, 0..K-1 each; a request's first round is in none.
     """
 
     tau: float
@@ -29,6 +32,7 @@ class AcceptanceSummary:
     position_acceptance: list[float]
     histogram: list[int]
     rounds: int
+    joint_histogram: list[list[int]]
 
 
 def acceptance_summary(
@@ -36,9 +40,12 @@ def acceptance_summary(
 ) -> AcceptanceSummary:
     """Summarise the accepted drafts per round of each request; no rounds at all give tau 1."""
     histogram = [0] * (num_draft_tokens + 1)
+    joint = [[0] * (num_draft_tokens + 1) for _ in histogram]
     for request in accepted:
         for count in request:
             histogram[count] += 1
+        for before, count in itertools.pairwise(request):
+            joint[before][count] += 1
     rounds = sum(histogram)
     total = sum(count * times for count, times in enumerate(histogram))
     reached = [
@@ -47,4 +54,16 @@ def acceptance_summary(
     means = [sum(request) / len(request) for request in accepted if request]
     drafts = total / rounds if rounds else 0.0
     per_request = sum(means) / len(means) if means else 0.0
-    return AcceptanceSummary(drafts + 1, per_request + 1, drafts, reached, histogram, rounds)
+    return AcceptanceSummary(drafts + 1, per_request + 1, drafts, reached, histogram, rounds, joint)
+
+
+def acceptance_after(joint_histogram: Sequence[Sequence[int]]) -> list[list[float | None]]:
+    """`P(a >= j)` for j = 1..K-1 by the accepted drafts of the round before, `[K][K-1]`.
+
+    None where no round followed such a one.
+    """
+    shares: list[list[float | None]] = []
+    for counts in joint_histogram:
+        rounds = sum(counts)
+        shares.append([sum(counts[j:]) / rounds if rounds else None for j in range(1, len(counts))])
+    return shares

@@ -1,0 +1,130 @@
+"""Paired rounds: the two drafts are those of relay-on and relay-off decoding, and nothing else."""
+
+import pytest
+import torch
+
+from dflow_lightning.data.prompts import Prompt
+from dflow_lightning.decode import SpeculativeDecoder
+from dflow_lightning.errors import InputError
+from dflow_lightning.measure import BenchSettings, prompt_seed
+from dflow_lightning.overlap import (
+    Overlap,
+    PairedDecoding,
+    PairedRound,
+    TwoDrafts,
+    answer_entropies,
+    measure_overlap,
+)
+
+PROMPTS = [Prompt(f"{f}-{i}", f, [40 + i, 60, 7 * i + 3], []) for f in ("a", "b") for i in range(2)]
+
+
+@pytest.fixture
+def decoder(tiny_target, tiny_drafter, tiny_relay) -> SpeculativeDecoder:
+    """A relay that was trained by chance: it changes drafts, and its rounds end early and late."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in tiny_relay.parameters():
+        parameter.data.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return SpeculativeDecoder(tiny_target, tiny_drafter, tiny_relay)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_are_those_of_decoding_with_the_relay(decoder, temperature):
+    settings = BenchSettings(max_new_tokens=24)
+    paired = PairedDecoding(decoder, PROMPTS, settings)
+    for prompt in PROMPTS:
+        rounds, _ = paired.rounds(prompt, temperature)
+        (plain,) = decoder.generate(
+            [prompt.token_ids],
+            max_new_tokens=24,
+            temperature=temperature,
+            seeds=[prompt_seed(0, prompt.id)],
+        )
+        assert [one.accepted(one.drafted.on) for one in rounds] == plain.accepted
+        assert [one.before for one in rounds] == [None, *plain.accepted[:-1]]
+
+
+def test_the_other_draft_is_the_one_without_relay(decoder, tiny_target, tiny_drafter):
+    """A slow twin: the state is built again, from the prompt and the answer so far, without relay.
+
+    Decoded alone from there, the first round of a drafter without relay has the same state.
+    """
+    paired = PairedDecoding(decoder, PROMPTS, BenchSettings(max_new_tokens=20))
+    bare = SpeculativeDecoder(tiny_target, tiny_drafter)
+    compared = differing = 0
+    for prompt in PROMPTS:
+        rounds, _ = paired.rounds(prompt, 0.0)
+        (answer,) = decoder.generate([prompt.token_ids], max_new_tokens=20)
+        for one in rounds:
+            known = one.drafted.anchor - len(prompt.token_ids)  # tokens of the answer before it
+            start = [*prompt.token_ids, *answer.token_ids[:known]]
+            left = len(answer.token_ids) - known
+            if left < 2:
+                continue
+            (twin,) = bare.generate([start], max_new_tokens=left)
+            assert twin.token_ids == answer.token_ids[known:]
+            assert twin.accepted[0] == one.accepted(one.drafted.off)
+            compared += 1
+            differing += one.drafted.on != one.drafted.off
+    assert compared > 10
+    assert differing > 0
+
+
+def test_records(decoder):
+    records = measure_overlap(
+        {"ours": decoder}, PROMPTS, BenchSettings(temperatures=[0.0, 1.0], max_new_tokens=24)
+    )
+    assert [(one.temperature, one.family) for one in records] == [
+        (t, family) for t in (0.0, 1.0) for family in ("a", "b", "pooled")
+    ]
+    for one in records:
+        full = one.num_draft_tokens
+        assert one.slots_with_row[full] == [0] * full  # all accepted: nothing is relayed
+        assert one.hits_on[full] == one.hits_off[full]
+        assert one.accepted_on[full] == one.accepted_off[full]
+        for a, reached in enumerate(one.reached_on):
+            assert sum(reached) == one.accepted_on[a]
+            last = full - a  # the last slot that a row belongs to
+            assert one.slots_with_row[a][:last] == one.slots[a][:last]
+            assert not any(one.slots_with_row[a][last:])
+        assert sum(map(sum, one.slots_with_row)) == sum(one.entropy_slots)
+    first, second, pooled = records[:3]
+    assert pooled.rounds == [x + y for x, y in zip(first.rounds, second.rounds, strict=True)]
+    assert pooled.prompts == 4
+
+
+def test_what_one_round_adds():
+    record = Overlap.empty(3, drafter="d", temperature=0.0, acceptance="greedy", family="f")
+    drafted = TwoDrafts(9, on=[5, 6, 1], off=[5, 2, 7], with_row=[True, True, False])
+    record.add(PairedRound(1, drafted, [5, 6, 7], [0.0, 0.7, 3.0]))
+    record.add(PairedRound(1, drafted, [5, 6], [0.0, 0.7]))  # ends there: one accepted, one bonus
+    record.add(PairedRound(None, drafted, [5, 6, 7], [0.0, 0.7, 3.0]))  # a first round: no relay
+    assert record.rounds == [0, 2, 0, 0]
+    assert (record.accepted_on[1], record.accepted_off[1]) == (2 + 1, 1 + 1)
+    assert record.gain() == [None, (0.5, 0.5), None, None]
+    assert record.slots[1] == [2, 2, 1]
+    assert record.hits_on[1] == [2, 2, 0]
+    assert record.hits_off[1] == [
+        2,
+        0,
+        1,
+    ]  # right after a wrong one counts as a hit, not as reached
+    assert record.reached_on[1] == [2, 1, 0]
+    assert record.reached_off[1] == [2, 0, 0]
+    assert record.entropy_slots == [2, 0, 0, 2, 0, 0]
+    assert record.entropy_hits_off == [2, 0, 0, 0, 0, 0]
+
+
+def test_entropies(tiny_target):
+    logits = tiny_target.model(torch.tensor([[5, 6, 7, 8]])).logits[0].float()
+    expected = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    found = answer_entropies(tiny_target, [5, 6], [7, 8])
+    assert found == pytest.approx(expected[1:3].tolist(), abs=1e-5)
+
+
+def test_refused(tiny_target, tiny_drafter, decoder):
+    bare = SpeculativeDecoder(tiny_target, tiny_drafter)
+    with pytest.raises(InputError, match="no drafter has a relay"):
+        measure_overlap({"bare": bare}, PROMPTS, BenchSettings())
+    with pytest.raises(InputError, match="set acceptance to match"):
+        measure_overlap({"ours": decoder}, PROMPTS, BenchSettings(acceptance="rejection"))
