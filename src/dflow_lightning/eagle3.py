@@ -126,7 +126,11 @@ class Eagle3Drafter(nn.Module):
 
     Attributes:
         gradient_checkpointing: keep only each step's input for the backward pass.
+        causal_head, carryover: parts of block drafters, never there.
     """
+
+    causal_head = None
+    carryover = None
 
     def __init__(self, dims: Eagle3Dims) -> None:
         super().__init__()

@@ -115,7 +115,7 @@ class Plan:
     @property
     def keeps_rejected(self) -> bool:
         """Whether the recipe has a relay or carryover."""
-        return self.relay is not None or self.drafter.dims.carryover
+        return self.relay is not None or self.drafter.carryover is not None
 
     @property
     def slots(self) -> int:
