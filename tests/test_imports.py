@@ -10,7 +10,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
-    {"errors", "atomic", "checks", "fingerprint"},
+    {"errors", "atomic", "checks", "embedded", "fingerprint"},
     {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics"},
     {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
     {
@@ -27,6 +27,7 @@ LAYERS = [
         *("serving", "validate_export"),
     },
     {
+        *("demo", "training_run"),
         *("arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"),
         *(
             "doctor",
