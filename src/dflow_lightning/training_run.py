@@ -104,9 +104,8 @@ def train(
         try:
             cli = start(["fit", *args])
         except Stopped as stop:
-            if stop.signum == signal.SIGINT:
-                raise KeyboardInterrupt(stop.said) from stop
-            raise RunError(stop.said) from stop
+            said = stop.said.replace("--ckpt_path last", 'resume="last"')
+            raise (KeyboardInterrupt if stop.signum == signal.SIGINT else RunError)(said) from stop
     score = getattr(cli.trainer.checkpoint_callback, "best_model_score", None)
     return TrainedRun(
         folder=cli.run_dir,
