@@ -127,8 +127,10 @@ dist: $(RELEASE)/.installed ## build the wheel and the sdist into dist/
 wheel-check: $(RELEASE)/.installed ## install both in an empty environment without the repository, and use them (3 GB)
 	OMP_NUM_THREADS=1 $(RELEASE)/bin/python scripts/wheel_check.py
 
+# DEBIAN=FOLDER builds on a Debian made there, where no image registry is reached; MOUNT=FILES for pip.
 docker-check: $(RELEASE)/.installed ## lint the Dockerfile, and run its steps as far as this machine can
-	OMP_NUM_THREADS=1 $(RELEASE)/bin/python scripts/docker_check.py
+	OMP_NUM_THREADS=1 $(RELEASE)/bin/python scripts/docker_check.py \
+		$(if $(DEBIAN),--debian $(DEBIAN)) $(addprefix --mount ,$(MOUNT))
 
 $(RELEASE)/.installed: constraints/release.txt
 	@test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)

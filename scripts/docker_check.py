@@ -2,9 +2,9 @@
 
 hadolint and a few rules of our own need no engine. `buildah`, where it is installed, then builds
 the image without a daemon and runs it: as the user of the image and as one that it does not know.
-Its base is what the Dockerfile names, or with `--debian` a Debian that debootstrap makes here, for
-a machine that reaches no image registry. What was not verified is listed; the exit status is 1 if
-something failed.
+Its base is what the Dockerfile names, or with `--debian FOLDER` a Debian that debootstrap makes in
+that folder, for a machine that reaches no image registry. What was not verified is listed; the
+exit status is 1 if something failed.
 """
 
 import argparse
@@ -153,17 +153,16 @@ class Builder:
             CONTAINERS_STORAGE_CONF=str(settings), BUILDAH_ISOLATION="chroot",
         )  # fmt: skip
 
-    def debian(self) -> str:
-        """A small Debian of this machine's release, as an image."""
+    def debian(self, root: Path) -> str:
+        """A small Debian of this machine's release, as an image; its folder is used again."""
         release = re.search(r"VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text())
         name = release[1] if release else "stable"
-        root = self.folder / "debian"
-        include = "--include=python3,python3-venv,ca-certificates"
-        call("debootstrap", "--variant=minbase", include, name, root, timeout=1800)
+        if not (root / "usr/bin/python3").exists():
+            include = "--include=python3,python3-venv,ca-certificates"
+            call("debootstrap", "--variant=minbase", include, name, root, timeout=1800)
         container = self("from", "scratch")
         self("add", container, root, "/")
         self("commit", "--rm", container, BASE)
-        shutil.rmtree(root)
         return f"Debian {name} with its own Python"
 
     def build(self, base: str | None) -> str:
@@ -232,8 +231,8 @@ def who(builder: Builder) -> str:
     return "writes its runs and nothing else"
 
 
-def build_and_use(table: Table, builder: Builder, debian: bool) -> None:
-    if debian and not table.step("base", builder.debian):
+def build_and_use(table: Table, builder: Builder, debian: Path | None) -> None:
+    if debian is not None and not table.step("base", partial(builder.debian, debian)):
         return
     if not table.step("build", partial(builder.build, BASE if debian else None)):
         return
@@ -247,7 +246,7 @@ def build_and_use(table: Table, builder: Builder, debian: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--debian", action="store_true", help="make the base image here")
+    parser.add_argument("--debian", type=Path, help="folder of a Debian to build on, made there")
     parser.add_argument(
         "--mount", action="append", default=[], help="a file or folder that pip needs (repeat it)"
     )

@@ -119,11 +119,11 @@ def test_recipes_are_laid_over_each_other(launch: "Launcher", recipe: Path, sett
     overlay = launch.folder / "overlay.yaml"
     overlay.write_text("trainer:\n  max_steps: 1\nvalidation:\n  max_new_tokens: 4\n")
     del settings["trainer.max_steps"]
-    both = [settings["data.train"], settings["data.test"]]
-    settings |= {"trainer.enable_checkpointing": False, "data.train": both}
+    sets = [settings["data.train"]]
+    settings |= {"trainer.enable_checkpointing": False, "data.train": sets}
     run = train([recipe, overlay], settings)
     assert run.trainer.global_step == 1
-    assert run.data.paths["train"] == both
+    assert run.data.paths["train"] == sets
     assert (run.checkpoint, run.tau) == (None, None)
     with pytest.raises(InputError, match=r"wrote none; train with trainer.enable_checkpointing"):
         run.export("drafter")

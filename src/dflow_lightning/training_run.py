@@ -84,9 +84,9 @@ def train(
         >>> run = train("recipes/tiny-dflow.yaml", {"trainer.max_steps": 300})
         >>> run.metrics["train/tau_round0"]
 
-    It is one process with as many devices as the recipe says; several processes are started with
-    the command line (docs/distributed.md). The random generators are seeded with
-    `seed_everything` of the recipe.
+    For a recipe of several processes Lightning starts the calling script once more for each; a
+    notebook is no script, so it trains in one process, and `dflow-train fit` in several. The random
+    generators are seeded with `seed_everything` of the recipe.
 
     Args:
         recipe: path of a recipe, or of several: each is laid over those before it.
