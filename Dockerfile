@@ -29,7 +29,7 @@ RUN set -eu; wanted="${PACKAGES}"; \
 
 FROM python AS build
 ARG EXTRAS=plots
-ARG PIP_EXTRA_INDEX_URL=""
+ARG PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 COPY pyproject.toml hatch_build.py README.md LICENSE ./

@@ -82,6 +82,12 @@ def test_nothing_is_written_over(small: Path, tmp_path: Path, way: str) -> None:
     assert not (out / "data/README.md").exists()
 
 
+def test_a_place_that_is_no_folder_is_refused(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="out: .*file is no folder that can be written to"):
+        embedded.write_out(tmp_path / "file")
+
+
 def test_a_package_without_its_default_says_so(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

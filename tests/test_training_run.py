@@ -244,7 +244,7 @@ def test_the_lines_of_the_readme_run(
 ) -> None:
     (launch.folder / "data").symlink_to(ROOT / "data")
     decode, learn = SNIPPETS
-    assert [len(one.strip().splitlines()) for one in SNIPPETS] == [4, 5]  # with an empty line each
+    assert [len(one.strip().splitlines()) for one in SNIPPETS] == [5, 5]  # one of them empty
     names: dict[str, Any] = {}
     exec(decode, names)
     shown = capsys.readouterr().out

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflow_lightning.atomic import staged_file
+from dflow_lightning.atomic import check_writable, staged_file
 from dflow_lightning.errors import InputError
 
 PARTS = ("data/README.md", "data/tiny-qwen3", "data/tiny-drafters", "recipes")
@@ -51,8 +51,10 @@ def write_out(folder: Path) -> int:
     """Copy the embedded default into a folder; returns how many files it lacked.
 
     Raises:
-        InputError: a file of this name and other content is in the way; then nothing is written.
+        InputError: the folder cannot be written to, or a file of such a name and other content is
+            in the way; then nothing is written.
     """
+    check_writable(folder / "data.new", "out")
     missing = []
     for name in files():
         path = folder / name
