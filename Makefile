@@ -4,6 +4,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.installed
 PEERS  := .venv-interop
 VLLM   := .venv-vllm
+RELEASE := .venv-release
 DEMO   := runs/demo
 TARGET := data/tiny-qwen3
 # Fewer than the recipe has: the demo is about minutes, not about the best tau.
@@ -32,15 +33,7 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 
 demo: env ## train, measure and export the tiny DFlow drafter
 	rm -rf $(DEMO)
-	$(BIN)/dflow-train fit --config recipes/tiny-dflow.yaml --run_dir $(DEMO) --trainer.max_steps $(DEMO_STEPS)
-	$(BIN)/dflow-train export --checkpoint $(DEMO)/checkpoints/best.ckpt --out $(DEMO)/export
-	$(BIN)/dflow-train bench --target $(TARGET) --drafter $(DEMO)/export --suite tiny \
-		--temperature 0,1 --json $(DEMO)/bench.json
-	$(BIN)/dflow-train report --bench $(DEMO)/bench.json --out $(DEMO)/report.html
-	@echo
-	@echo "drafter    $(DEMO)/export"
-	@echo "report     $(DEMO)/report.html"
-	@echo "dashboard  $(BIN)/dflow-train ui --run $(DEMO)"
+	$(BIN)/dflow-train demo --out . --run_dir $(DEMO) --steps $(DEMO_STEPS)
 
 test: env ## run the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not gpu"
@@ -132,6 +125,26 @@ $(VLLM)/.installed: tests/interop/requirements-vllm.txt tests/interop/requiremen
 	@$(VLLM)/bin/python -m pip install -qq --no-deps --require-hashes --target $(VLLM)/previous -r tests/interop/requirements-vllm-previous.txt
 	@$(VLLM)/bin/python -m pip install -qq --no-deps -e .
 	@touch $@
+
+dist: $(RELEASE)/.installed ## build the wheel and the sdist into dist/
+	rm -rf dist
+	$(RELEASE)/bin/python -m build --outdir dist
+
+wheel-check: $(RELEASE)/.installed ## install both in an empty environment without the repository, and use them (3 GB)
+	OMP_NUM_THREADS=1 $(RELEASE)/bin/python scripts/wheel_check.py
+
+# DEBIAN=FOLDER builds on a Debian made there, where no image registry is reached; MOUNT=FILES for pip.
+docker-check: $(RELEASE)/.installed ## lint the Dockerfile, and run its steps as far as this machine can
+	OMP_NUM_THREADS=1 $(RELEASE)/bin/python scripts/docker_check.py \
+		$(if $(DEBIAN),--debian $(DEBIAN)) $(addprefix --mount ,$(MOUNT))
+
+$(RELEASE)/.installed: constraints/release.txt
+	@test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip install -qq -r constraints/release.txt
+	@touch $@
+
+doctor-faults: env ## every fault that doctor is shown, and the line that finds it
+	OMP_NUM_THREADS=1 $(BIN)/python tests/doctor_faults.py
 
 clean: ## remove caches; keeps .venv and runs
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,6 +1,7 @@
 """`dflow-train doctor` passes a good setup and finds every fault that is planted into it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -317,6 +318,24 @@ def no_deepspeed(setup: Setup) -> None:
     setup.patch.setattr(doctor_environment, "find_spec", lambda name: None)
 
 
+def fake_deepspeed(setup: Setup, code: str) -> None:
+    """What an import of it comes to, in the process that tries it."""
+    setup.options["trainer.strategy"] = "zero2"
+    package = setup.folder / "instead/deepspeed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(code)
+    setup.patch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
+
+
+def deepspeed_without_its_ops(setup: Setup) -> None:
+    fake_deepspeed(setup, "import deepspeed.ops.op_builder")
+
+
+def deepspeed_that_hangs(setup: Setup) -> None:
+    setup.patch.setattr(doctor_environment, "IMPORT_WITHIN", 1.0)
+    fake_deepspeed(setup, "import time; time.sleep(60)")
+
+
 def no_gpu(setup: Setup) -> None:
     setup.options["trainer.accelerator"] = "gpu"
     setup.patch.setattr(torch.cuda, "is_available", lambda: False)
@@ -433,6 +452,8 @@ FAULTS = [
     (little_disk, "disk", "FAIL", "checkpoint.save_top_k"),
     (old_transformers, "packages", "FAIL", "transformers 4.51.0 is installed"),
     (no_deepspeed, "deepspeed", "FAIL", "trainer.strategy is zero2"),
+    (deepspeed_without_its_ops, "deepspeed", "FAIL", "No module named 'deepspeed.ops'"),
+    (deepspeed_that_hangs, "deepspeed", "FAIL", "takes more than 1 s"),
     (no_gpu, "GPUs", "FAIL", "torch sees 0 GPUs"),
     (dead_server, "tracking", "FAIL", "does not answer"),
     (sick_server, "tracking", "FAIL", "status 500"),
@@ -452,10 +473,16 @@ FAULTS = [
     ("plant", "name", "status", "says"), FAULTS, ids=[one[0].__name__ for one in FAULTS]
 )
 def test_finds_what_is_planted(
-    setup: Setup, plant: Callable[[Setup], None], name: str, status: str, says: str
+    setup: Setup,
+    plant: Callable[[Setup], None],
+    name: str,
+    status: str,
+    says: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
     plant(setup)
     check = setup.find(name)
+    record_property("line", f"{check.status:<4}  {check.name}: {check.detail}")
     assert check.status == status, check
     assert says in check.detail
     assert "; " in check.detail  # the mend

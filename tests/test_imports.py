@@ -10,7 +10,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
-    {"errors", "atomic", "checks", "fingerprint"},
+    {"errors", "atomic", "checks", "embedded", "fingerprint"},
     {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics", "soft_targets"},
     {"target", "dims", "drafter", "relay", "carryover", "causal_head", "eagle3"},
     {
@@ -34,7 +34,7 @@ LAYERS = [
         *("serving", "validate_export"),
     },
     {
-        "recipe_base",
+        *("demo", "recipe_base", "training_run"),
         *("arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"),
         *(
             "doctor",

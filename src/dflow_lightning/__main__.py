@@ -14,6 +14,11 @@ RUNS = {
     "doctor": "check this environment, and a recipe on one batch",
 }
 TOOLS = {
+    "init": (
+        "dflow_lightning.embedded:init_command",
+        "write a tiny target, prompts, drafters and all recipes into a folder",
+    ),
+    "demo": ("dflow_lightning.demo:demo_command", "the same, then train, export and measure"),
     "prepare": (
         "dflow_lightning.data.prepare:prepare_command",
         "let the target answer prompts, and write tokens to train on",
@@ -51,7 +56,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "dflow-train fit --config recipes/tiny-dflow.yaml    start with this",
+            "dflow-train demo                                    start with this",
             "dflow-train <command> --help                        all options of a command",
         ]
     )

@@ -258,18 +258,26 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=r".*all_gather_into_tensor.* is deprecated")
 
 
-def run(args: Sequence[str]) -> int:
-    """Runs a `fit`, `validate` or `test` command line and returns the exit status."""
+def start(args: Sequence[str]) -> TrainCLI:
+    """Runs a `fit`, `validate` or `test` command line to its end; a signal raises `Stopped`."""
     quiet()
     with Signals() as signals:
         try:
-            TrainCLI(args, signals)
-        except Stopped as stop:
-            if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-                print(stop.said, file=sys.stderr)
-            return int(stop.code or 0)
+            return TrainCLI(args, signals)
+        except Stopped:
+            raise
         except SystemExit as stop:
             if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning makes it exit 1
                 raise KeyboardInterrupt from stop
             raise
+
+
+def run(args: Sequence[str]) -> int:
+    """Runs such a command line and returns the exit status."""
+    try:
+        start(args)
+    except Stopped as stop:
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            print(stop.said, file=sys.stderr)
+        return int(stop.code or 0)
     return 0

@@ -27,15 +27,25 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from dflow_lightning import embedded
 from dflow_lightning.checks import DoubtError, FailedError, SkippedError
 from dflow_lightning.doctor_check import Step
 
 PACKAGE = "dflow-lightning"
-TESTED = Path(__file__).resolve().parents[2] / "constraints" / "cpu.txt"
-INSTALL = "pip install -c constraints/cpu.txt -e '.[plots]'"
+TESTED = embedded.tested_versions()
 LITTLE_DISK = 5e9  # bytes; checkpoints of a small drafter and its record
 ANSWER_WITHIN = 5.0  # seconds, of a tracking server
 IMPORT_WITHIN = 120.0  # seconds
+
+
+def install(extra: str) -> str:
+    """The command that brings the tested versions, for a source checkout or an installed wheel."""
+    if TESTED is None or TESTED.is_relative_to(embedded.IN_CHECKOUT / "constraints"):
+        return f"pip install -c constraints/cpu.txt -e '.[{extra}]'"
+    return f"pip install -c {TESTED} '{PACKAGE}[{extra}]'"
+
+
+INSTALL = install("plots")
 
 
 @dataclass(frozen=True)
@@ -117,8 +127,8 @@ def declared() -> list[Requirement]:
 
 
 def tested_versions() -> dict[str, str]:
-    """Exact versions of the test environment; empty where the file is not at hand (a wheel)."""
-    if not TESTED.is_file():
+    """Exact versions of the test environment; empty where their file is not at hand."""
+    if TESTED is None:
         return {}
     lines = (line.partition("#")[0].strip() for line in TESTED.read_text("utf-8").splitlines())
     found = [Requirement(line) for line in lines if line]
@@ -129,7 +139,7 @@ def tested_versions() -> dict[str, str]:
 def deepspeed(environment: Environment) -> str:
     """Found, and imported where the recipe uses it: that takes seconds and compiles nothing."""
     wanted = "zero" in environment.strategy.lower()
-    mend = "pip install -c constraints/cpu.txt -e '.[deepspeed]'"
+    mend = install("deepspeed")
     if find_spec("deepspeed") is None:
         if wanted:
             raise FailedError(

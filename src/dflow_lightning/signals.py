@@ -30,7 +30,7 @@ class Stopped(SIGTERMException):
     """A run that a signal ended, its checkpoint written."""
 
     def __init__(self, signum: int, said: str, status: int | None = None) -> None:
-        self.said = said
+        self.signum, self.said = signum, said
         super().__init__(128 + signum if status is None else status)
 
 

@@ -93,10 +93,10 @@ class ChatDataModule(LightningDataModule):
         for name, (value, least) in at_least.items():
             if value is not None and value < least:
                 raise InputError(f"data.{name} is {value}; give {least} or more")
-        self.paths: dict[Split, list[Path]] = {
-            "train": train if isinstance(train, list) else [train],
-            "validation": [] if validation is None else [validation],
-            "test": [] if test is None else [test],
+        self.paths: dict[Split, list[Path]] = {  # from Python texts come too
+            "train": [Path(one) for one in (train if isinstance(train, list) else [train])],
+            "validation": [] if validation is None else [Path(validation)],
+            "test": [] if test is None else [Path(test)],
         }
         self.limits: dict[Split, int | None] = {
             "train": None,

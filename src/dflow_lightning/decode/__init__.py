@@ -1,8 +1,17 @@
 """Speculative decoding with a block drafter: draft, verify, relay, commit."""
 
-from dflow_lightning.decode.decoder import SpeculativeDecoder
+from dflow_lightning.decode.decoder import SpeculativeDecoder, load_decoder
 from dflow_lightning.decode.engine import Engine
-from dflow_lightning.decode.request import Completion, Request, Update
+from dflow_lightning.decode.request import Answer, Completion, Request, Update
 from dflow_lightning.decode.rounds import RoundTimer
 
-__all__ = ["Completion", "Engine", "Request", "RoundTimer", "SpeculativeDecoder", "Update"]
+__all__ = [
+    "Answer",
+    "Completion",
+    "Engine",
+    "Request",
+    "RoundTimer",
+    "SpeculativeDecoder",
+    "Update",
+    "load_decoder",
+]

@@ -127,7 +127,7 @@ def describe(
     ids = completion.token_ids
     return {
         "id": request.id,
-        "text": decoder.target.tokenizer.decode(ids, skip_special_tokens=True),
+        "text": decoder.text(completion),
         "token_ids": ids,
         "finish_reason": completion.finish_reason,
         "accepted": None if plain else completion.accepted,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflow_lightning.decode.engine import Acceptance, Engine
-from dflow_lightning.decode.request import Completion, Request, Update
+from dflow_lightning.decode.request import Answer, Completion, Request, Update
 from dflow_lightning.decode.rounds import RoundTimer
 from dflow_lightning.decode.state import Models
 from dflow_lightning.decode.steps import Backend, Steps
@@ -15,6 +15,7 @@ from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.eagle3 import AnyDrafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.relay import Relay
+from dflow_lightning.relay_folder import read_config
 from dflow_lightning.target import FrozenTarget
 
 CAPACITY_STEP = 128  # engines are made for a multiple of this many tokens, to be used again
@@ -47,14 +48,16 @@ class SpeculativeDecoder:
         self._engines: dict[tuple, Engine] = {}
 
     @classmethod
-    def from_export(cls, folder: str | Path, target: str | FrozenTarget) -> SpeculativeDecoder:
+    def from_export(
+        cls, folder: str | Path, target: str | Path | FrozenTarget
+    ) -> SpeculativeDecoder:
         """Load an exported drafter beside its target.
 
         Raises:
             InputError: the folder is damaged or was made for another target.
         """
-        if isinstance(target, str):
-            target = FrozenTarget.load(target)
+        if not isinstance(target, FrozenTarget):
+            target = FrozenTarget.load(str(target))
         folder = Path(folder)
         loaded = load_export(folder, target)
         return cls(
@@ -65,12 +68,42 @@ class SpeculativeDecoder:
             folder=folder,
         )
 
-    def encode(self, prompt: str, *, enable_thinking: bool = False) -> list[int]:
-        """Render one user message with the target's chat template."""
+    def encode(
+        self, prompt: str | Sequence[dict[str, Any]], *, enable_thinking: bool = False
+    ) -> list[int]:
+        """Token ids of what the user says, or of a conversation, by the target's chat template."""
         from dflow_lightning.data.template import render_prompt
 
-        messages = [{"role": "user", "content": prompt}]
-        return render_prompt(self.target.tokenizer, messages, enable_thinking=enable_thinking)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return render_prompt(self.target.tokenizer, list(messages), enable_thinking=enable_thinking)
+
+    def text(self, completion: Completion) -> str:
+        """An answer's text, without special tokens."""
+        return self.target.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+    def answer(
+        self,
+        prompt: str | Sequence[dict[str, Any]],
+        *,
+        enable_thinking: bool = False,
+        **options: Any,
+    ) -> Answer:
+        """Answer one prompt: text in, text out.
+
+        Args:
+            prompt: what the user says, or messages `{"role": ..., "content": ...}`.
+            enable_thinking: let the target think first, where its chat template knows how.
+            options: those of `generate`, such as `max_new_tokens` and `temperature`.
+
+        Raises:
+            InputError: the prompt is empty, does not fit the target's context, or an option is out
+                of its range.
+        """
+        if isinstance(prompt, str) and not prompt.strip():
+            raise InputError("prompt is empty; say something to the target")
+        ids = self.encode(prompt, enable_thinking=enable_thinking)
+        completion = self.generate([ids], **options)[0]
+        return Answer(self.text(completion), completion)
 
     def models(self, *, speculative: bool = True, relay: bool = True) -> Models:
         """The parts a round runs: all of them, without relay, or the target alone.
@@ -226,3 +259,36 @@ class SpeculativeDecoder:
         """Tokens of the longest prompt and answer together, as far as the context goes."""
         limit = self.target.config.max_position_embeddings
         return min(limit, max(len(one.prompt_ids) + one.max_new_tokens for one in requests))
+
+
+def load_decoder(
+    drafter: str | Path,
+    target: str | Path | FrozenTarget | None = None,
+    *,
+    device: str = "cpu",
+    dtype: str = "auto",
+) -> SpeculativeDecoder:
+    """A decoder of an exported drafter and its target.
+
+    Example:
+        >>> decoder = load_decoder("data/tiny-drafters/dflow")
+        >>> decoder.answer("What can I cook with rice and beans?").text
+
+    Args:
+        drafter: folder that `dflow-train export` wrote, or a published DFlash folder.
+        target: hub id or folder of the target, or a loaded one, which stays where it is; by default
+            the one that the export names.
+        device: where a target is loaded, such as `cuda`; the drafter follows it.
+        dtype: `auto` is float32 on a CPU and bfloat16 elsewhere.
+
+    Raises:
+        InputError: the drafter is damaged or of another target, or the target cannot be loaded.
+    """
+    config = read_config(Path(drafter) / "config.json")  # before a large target is loaded
+    if target is None:
+        target = ((config.get("dflow_config") or {}).get("target") or {}).get("name")
+    if target is None:
+        raise InputError(f"target is missing: {drafter} names none; give its hub id or folder")
+    if not isinstance(target, FrozenTarget):
+        target = FrozenTarget.load(str(target), device=device, dtype=dtype)
+    return SpeculativeDecoder.from_export(drafter, target)

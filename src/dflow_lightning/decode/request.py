@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dflow_lightning.errors import InputError
+from dflow_lightning.metrics import acceptance_summary
 from dflow_lightning.target import FrozenTarget
 
 
@@ -82,6 +83,32 @@ class Completion:
     seconds: float = 0.0
     latency: float = 0.0
     time_to_first_token: float = 0.0
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length of this answer: tokens a round, bonus included; 1 without drafts."""
+        return acceptance_summary([self.accepted], max(self.accepted, default=0)).tau
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion as text.
+
+    Attributes:
+        text: the answer without special tokens.
+        completion: its tokens, accepted drafts and times.
+    """
+
+    text: str
+    completion: Completion
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: tokens per forward of the target."""
+        return self.completion.tau
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True)
