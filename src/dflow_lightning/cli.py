@@ -134,9 +134,10 @@ class TrainCLI(LightningCLI):
         chosen = settings.trainer.logger
         if chosen is False or not settings.tracking.enabled:
             return chosen or False
-        run_id = self.resumed.run_id if self.resumed else None
+        resumed = self.resumed
+        names = (resumed.run_id, resumed.tracking_key) if resumed else (None, None)
         suffix = "" if self.subcommand == "fit" else f"-{self.subcommand}"
-        own = settings.tracking.open(self.run_dir, run_id, suffix)
+        own = settings.tracking.open(self.run_dir, names[0], suffix, names[1])
         return [own] if chosen is True else [own, *as_list(chosen)]
 
     def after_fit(self) -> None:
