@@ -49,6 +49,8 @@ def export_command(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     compile: bool = False,
     target: str | None = None,
+    register: bool = True,
+    register_as: str | None = None,
 ) -> None:
     """Write the folder that SGLang, vLLM and `dflow-train decode` load.
 
@@ -61,22 +63,20 @@ def export_command(
         compile: add `decode/draft.pt2`, the draft step with relay compiled for this kind of device
             (`dflow-train decode --backend package`); about a minute.
         target: where the target is now, if not where it was trained with.
+        register: add it to the tracking store of its run, as a version of a model.
+        register_as: the model's name there; by default the experiment's and the target's.
     """
     check_replaceable(out)
     recipe = read_recipe(checkpoint)
-    from dflow_lightning.module import (
-        DrafterModule,
-    )  # Lightning, which reading an export never needs
+    from dflow_lightning.module import DrafterModule  # Lightning: reading an export never needs it
 
-    write: Any = export_drafter
+    write: Any = partial(export_drafter, compile=compile)
     if format == "speculators":
         if compile:
             raise InputError("compile: only the format dflash holds a package; leave one out")
         from dflow_lightning.export_speculators import export_speculators
 
         write = export_speculators
-    elif compile:
-        write = partial(export_drafter, compile=True)
     module = DrafterModule.from_checkpoint(checkpoint, target=target)
     write(
         module.drafter,
@@ -93,6 +93,10 @@ def export_command(
         f"exported to {out}: {dtype}, {size / 1e6:.1f} MB, {relay}; "
         f"num_speculative_tokens is {module.drafter.dims.block_size - 1}"
     )
+    if register:
+        from dflow_lightning.registry import register_export
+
+        register_export(checkpoint, out, register_as)
 
 
 def read_recipe(checkpoint: Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def acceptance_plot(measured: Measured) -> bytes:
     axes.set_xlabel("draft position")
     axes.set_ylabel("accepted at least so far, % of rounds")
     axes.set_ylim(0, 100)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xticks(sorted({place for line in axes.lines for place in line.get_xdata()}))
     axes.set_title(f"Acceptance of each position at step {measured.step}")
     return finished(figure, axes)
 

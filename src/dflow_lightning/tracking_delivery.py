@@ -1,11 +1,10 @@
 """Sending what earlier processes have left in a run folder."""
 
-import os
 from pathlib import Path
 
 from dflow_lightning.errors import InputError
 from dflow_lightning.tracking_journal import Journal, journals, read_state
-from dflow_lightning.tracking_sender import HTTP_DEFAULTS, Sender
+from dflow_lightning.tracking_sender import Sender, prepare_client
 
 
 def open_journal(path: Path) -> Journal:
@@ -36,8 +35,7 @@ def show(path: Path) -> tuple[str, bool]:
 
 def deliver(path: Path) -> tuple[str, bool]:
     """Sends a journal; what happened in words, and whether all of it has arrived."""
-    for name, value in HTTP_DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    prepare_client()
     journal = open_journal(path)
     where = f"{journal.destination.run_name} -> {journal.destination.uri}"
     if not journal.mine:

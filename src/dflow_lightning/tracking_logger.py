@@ -119,8 +119,9 @@ class RunLogger(Logger):
     def record_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Records numbers after so many optimizer steps; those that are not finite are counted."""
         values = {clean_name(name): float(value) for name, value in metrics.items()}
-        if "epoch" in values:
-            values["train/epoch"] = values.pop("epoch")
+        epoch = values.pop("epoch", None)  # Lightning adds it to everything
+        if epoch is not None and "train/loss" in values:
+            values["train/epoch"] = epoch
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         if len(finite) < len(values):
             self._nonfinite += len(values) - len(finite)

@@ -20,8 +20,11 @@ LONGEST_PAUSE = 60.0  # seconds between two tries of a store that is away
 EXIT_WITHIN = 10.0  # seconds that the end of a run waits for the store
 EXIT_WITHIN_FAILING = 3.0  # the same for a store that did not answer before
 POINTS_AT_ONCE = 30  # records of metrics in one call
-# A call must not hang for minutes, and tries again are made here.
-HTTP_DEFAULTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+CLIENT_DEFAULTS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds; a call must not hang for minutes
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # tries again are made here
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+}
 
 
 class Sender:
@@ -53,8 +56,7 @@ class Sender:
 
     def start(self) -> None:
         """Starts the thread; it ends with `finish` or with the process."""
-        for name, value in HTTP_DEFAULTS.items():
-            os.environ.setdefault(name, value)
+        prepare_client()
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
         self._thread.start()
 
@@ -131,6 +133,12 @@ class Sender:
                 "training goes on, and the record waits in "
                 f"{self.journal.folder} until it does"
             )
+
+
+def prepare_client() -> None:
+    """Sets what MLflow's client reads from the environment; what a user has set stays."""
+    for name, value in CLIENT_DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
 def together(entries: list[Entry]) -> Iterator[list[Entry]]:

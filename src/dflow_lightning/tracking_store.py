@@ -106,6 +106,17 @@ class RunStore:
         assert self.destination.run_id is not None
         return self.destination.run_id
 
+    def existing_run(self) -> str:
+        """The run's id, for those who must not make one.
+
+        Raises:
+            LookupError: the store has no such run.
+        """
+        run_id = self._find()
+        if run_id is None:
+            raise LookupError("the store does not hold the run")
+        return run_id
+
     def _find(self) -> str | None:
         from mlflow.exceptions import MlflowException
 

@@ -174,6 +174,7 @@ def summarise(
     for family, accepted in families.items():
         tau = acceptance_summary(accepted, num_draft_tokens).tau
         metrics[f"{prefix}/{family}/tau{suffix}"] = tau
+    width = len(str(num_draft_tokens))  # dashboards sort names as text
     for position, share in enumerate(pooled.position_acceptance, start=1):
-        metrics[f"{prefix}/position_acceptance{suffix}/{position}"] = share
+        metrics[f"{prefix}/position_acceptance{suffix}/{position:0{width}}"] = share
     return metrics
