@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from dflow_lightning.arguments import OneSentence
 from dflow_lightning.checkpoint import FOLDER, Checkpointing, SavedRun, find_checkpoint
 from dflow_lightning.data.datamodule import ChatDataModule
-from dflow_lightning.errors import InputError
-from dflow_lightning.guards import Guards
+from dflow_lightning.errors import InputError, RunError
+from dflow_lightning.guards import Guards, out_of_memory
 from dflow_lightning.module import DrafterModule
 from dflow_lightning.progress import RunProgress, decoded_line, shown
 from dflow_lightning.rollout import OnlineRollout
@@ -229,5 +229,9 @@ def run(args: Sequence[str]) -> int:
         except SystemExit as stop:
             if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning makes it exit 1
                 raise KeyboardInterrupt from stop
+            raise
+        except Exception as error:
+            if said := out_of_memory(error, signals.failed_step):
+                raise RunError(said) from error
             raise
     return 0

@@ -28,6 +28,7 @@ def acceptance_plot(measured: Measured) -> bytes:
         }
         color, marker, line = STYLES[suffix]
         places = sorted(shares)
+        axes.set_xticks(places)
         axes.plot(
             places, [100 * shares[p] for p in places],
             color=color, marker=marker, linestyle=line, label=label(measured, suffix),
@@ -35,7 +36,6 @@ def acceptance_plot(measured: Measured) -> bytes:
     axes.set_xlabel("draft position")
     axes.set_ylabel("accepted at least so far, % of rounds")
     axes.set_ylim(0, 100)
-    axes.set_xticks(sorted({place for line in axes.lines for place in line.get_xdata()}))
     axes.set_title(f"Acceptance of each position at step {measured.step}")
     return finished(figure, axes)
 

@@ -1,6 +1,7 @@
 """What is recorded of a run, and when: an MLflow run, and the recipe that made it."""
 
 import logging
+import os
 import sys
 import time
 import traceback
@@ -15,6 +16,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from dflow_lightning import provenance
+from dflow_lightning.atomic import hold
+from dflow_lightning.errors import InputError
 from dflow_lightning.meters import Meters
 from dflow_lightning.tracking_journal import Destination
 from dflow_lightning.tracking_logger import RunLogger, new_key, store_address
@@ -190,6 +193,8 @@ class Tracking(Callback):
 class RecipeRecord(SaveConfigCallback):
     """Writes the whole resolved recipe to `<run_dir>/config.yaml`, MLflow and every checkpoint."""
 
+    _lock: int | None = None  # of the run folder, while this process trains in it
+
     @cached_property
     def recipe(self) -> dict[str, Any]:
         """The recipe as plain values, without this run's folder and checkpoint: it can be rerun."""
@@ -202,12 +207,24 @@ class RecipeRecord(SaveConfigCallback):
         if stage == "fit":
             folder = Path(trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
+            self._lock = hold(folder / ".lock")
+            if self._lock is None:
+                raise InputError(
+                    f"run_dir: another process trains in {folder}, and both would write the same "
+                    "checkpoints; name another folder"
+                )
             text = yaml.safe_dump(self.recipe, sort_keys=False)
             (folder / "config.yaml").write_text(text, encoding="utf-8")
         for logger in trainer.loggers:
             if isinstance(logger, RunLogger):
                 logger.log_recipe(self.recipe)
                 record_provenance(logger, trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Lets another training have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

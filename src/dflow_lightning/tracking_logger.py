@@ -11,6 +11,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,39 +56,34 @@ class RunLogger(Logger):
         super().__init__()
         self.shift = 0
         self.resumed = resumed
+        self.destination = destination
+        self.journal: Journal | None = None
+        self.sender: Sender | None = None
         self._run_dir = run_dir
         self._began = now()
         self._end: dict[str, Any] | None = None
         self._nonfinite = 0
-        self._opened = False
         self._first = rank_zero_only.rank == 0  # type: ignore[attr-defined]
-        self.journal = self.sender = None
-        if self._first:
-            self.journal = Journal(run_dir, destination)
-            if not self.journal.mine:  # the same run is going on in another process
-                destination.key, destination.run_id = new_key(), None
-                self.journal = Journal(run_dir, destination)
-            self.sender = Sender(self.journal, then=partial(deliver_others, run_dir))
 
     @property
-    def name(self) -> str | None:
+    def name(self) -> str:
         """Of the experiment."""
-        return self.journal.destination.experiment if self.journal else None
+        return self.destination.experiment
 
     @property
-    def version(self) -> str | None:
+    def version(self) -> str:
         """The key of the run."""
         return self.key
 
     @property
-    def key(self) -> str | None:
+    def key(self) -> str:
         """What names the run wherever its id in the store is not known."""
-        return self.journal.destination.key if self.journal else None
+        return self.destination.key
 
     @property
     def run_id(self) -> str | None:
         """The run's id in the store; None until the store has answered."""
-        return self.journal.destination.run_id if self.journal else None
+        return self.destination.run_id
 
     @property
     def save_dir(self) -> str:
@@ -96,20 +92,30 @@ class RunLogger(Logger):
 
     def record(self, do: str, **content: Any) -> None:
         """Puts something into the journal; the first record opens the run."""
-        if self.journal is None or self.sender is None:
+        if not self._first:
             return
-        if not self._opened:
-            self._opened = True
-            self.journal.close_dead_run()
-            self.journal.append({"do": "open", "time": self._began, "resumed": self.resumed})
-            self.sender.start()
+        if self.journal is None:
+            self.journal = self._open()
         self.journal.append({"do": do, **content})
         self.tell()
 
+    def _open(self) -> Journal:
+        """The journal is made with the first record: a run that never began leaves none."""
+        journal = Journal(self._run_dir, self.destination)
+        if not journal.mine:  # the same run goes on in another process
+            self.destination = replace(self.destination, key=new_key(), run_id=None)
+            journal = Journal(self._run_dir, self.destination)
+        self.destination = journal.destination
+        journal.close_dead_run()
+        journal.append({"do": "open", "time": self._began, "resumed": self.resumed})
+        self.sender = Sender(journal, then=partial(deliver_others, self._run_dir))
+        self.sender.start()
+        return journal
+
     def tell(self) -> None:
         """Prints what the sender has to say, from the main thread."""
-        while self.sender is not None and self.sender.news:
-            print(self.sender.news.popleft(), file=sys.stderr, flush=True)
+        if self.sender is not None:
+            say(self.sender)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Records numbers at a step as Lightning counts it."""
@@ -157,17 +163,24 @@ class RunLogger(Logger):
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
         """Ends the run as FINISHED, FAILED or KILLED, and waits a few seconds for the store."""
-        if not self._opened or self.journal is None or self.sender is None:
+        journal, sender = self.journal, self.sender
+        if journal is None or sender is None:
             return
-        self._opened = False
+        self.journal = self.sender = None
         end = self._end or {"status": "FAILED" if status == "failed" else "FINISHED", "tags": {}}
-        self.journal.append({"do": "end", "time": now(), **end})
-        arrived = self.sender.finish()
-        self.tell()
+        journal.append({"do": "end", "time": now(), **end})
+        arrived = sender.finish()
+        say(sender)
         if arrived:
-            self.journal.remove()
+            journal.remove()
         else:
-            print(undelivered(self.journal, self._run_dir), file=sys.stderr, flush=True)
+            print(undelivered(journal, self._run_dir), file=sys.stderr, flush=True)
+
+
+def say(sender: Sender) -> None:
+    """Prints a sender's news."""
+    while sender.news:
+        print(sender.news.popleft(), file=sys.stderr, flush=True)
 
 
 def undelivered(journal: Journal, run_dir: Path) -> str:

@@ -19,6 +19,7 @@ COLLECT = 2.0  # seconds in which records come together before they are sent
 LONGEST_PAUSE = 60.0  # seconds between two tries of a store that is away
 EXIT_WITHIN = 10.0  # seconds that the end of a run waits for the store
 EXIT_WITHIN_FAILING = 3.0  # the same for a store that did not answer before
+EXIT_WITHIN_LOCAL = 30.0  # the same for a file, which takes seconds to make
 POINTS_AT_ONCE = 30  # records of metrics in one call
 CLIENT_DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds; a call must not hang for minutes
@@ -67,7 +68,9 @@ class Sender:
             Whether all has arrived.
         """
         if within is None:
-            within = EXIT_WITHIN_FAILING if self.failing else EXIT_WITHIN
+            local = self.journal.destination.uri.startswith("sqlite:")
+            within = EXIT_WITHIN_LOCAL if local else EXIT_WITHIN
+            within = EXIT_WITHIN_FAILING if self.failing else within
         self._ending = True
         self._wake.set()
         if self._thread is not None:

@@ -14,6 +14,7 @@ by name, step, time and value, and a run is found again by the tag `dflow.key`.
 
 import base64
 import hashlib
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,6 +63,7 @@ class RunStore:
     def client(self) -> Any:
         from mlflow import MlflowClient
 
+        make_database(self.destination.uri)
         return MlflowClient(self.destination.uri, self.destination.uri)
 
     def send(self, records: Sequence[Record]) -> None:
@@ -210,6 +212,34 @@ class RunStore:
     def _end(self, run_id: str, record: Record) -> None:
         self._tags(run_id, record["tags"])
         self.client.set_terminated(run_id, record["status"], record["time"])
+
+
+def make_database(uri: str) -> None:
+    """Make the file of a new local store as a whole.
+
+    MLflow makes its tables in some seconds, step by step, and a process that is killed in between
+    would leave a file that no version of it reads.
+    """
+    path = Path(uri.removeprefix("sqlite:///")).absolute()
+    if not uri.startswith("sqlite:///") or path.exists():
+        return
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{path.name}.*.partial*"):
+        if not Path(f"/proc/{left.name.split('.')[-2]}").exists():  # its process was killed
+            left.unlink(missing_ok=True)
+    staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        store = SqlAlchemyStore(f"sqlite:///{staged}", (path.parent / "artifacts").as_uri())
+        store.engine.dispose()
+        try:
+            os.link(staged, path)
+        except OSError:  # another process was quicker, or the disk has no links
+            if not path.exists():
+                staged.rename(path)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def resume_number(tags: Mapping[str, str], time: int) -> int:
