@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.meters import Meters
 from dflow_lightning.tracking_journal import Destination
 from dflow_lightning.tracking_logger import RunLogger, new_key, store_address
+from dflow_lightning.tracking_sender import prepare_client
 from dflow_lightning.tracking_store import clean_name
 from dflow_lightning.validation import ValidationDecoding
 
@@ -250,7 +252,8 @@ def import_mlflow(uri: str) -> None:
 
     A loader's worker that is forked while another thread imports would inherit a held lock.
     """
-
+    prepare_client()
+    import_module("mlflow.tracking")
     if uri.startswith("sqlite:"):
-        pass
+        import_module("mlflow.store.tracking.sqlalchemy_store")
     logging.getLogger("mlflow").setLevel("ERROR")
