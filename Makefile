@@ -93,6 +93,16 @@ relay-cost: env ## the relay's share of a round: embedded target and a Qwen3-1.7
 resume: env ## 10 steps = 4 + 6 under every strategy, bit for bit, and 20 kill -9 (10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/resume_table.py
 
+faults: env ## tracking servers that die, refuse, hang or are full: same losses, time held up, points arrived (10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -u tests/fault_table.py
+
+crashes: env ## exception, SIGTERM, ctrl-C, kill -9, out of memory: exit status, MLflow status, resume (3 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -u tests/crash_table.py
+
+browser: env ## a real Chromium looks at the dashboard of a short run; screenshots in runs/browser
+	@$(BIN)/python -m pip install -qq -c constraints/cpu.txt -e '.[dev,plots,browser]'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/browser/dashboard.py
+
 interop: env env-interop ## other projects' packages load the shipped drafters and draft the same, and back
 	OMP_NUM_THREADS=1 $(BIN)/python tests/interop/run.py
 

@@ -85,6 +85,45 @@ def fail_at(step: int, batch: int = 0) -> None:
     before_objective(then)
 
 
+def out_of_memory(step: int, kind: str) -> None:
+    """No memory in the middle of a batch: on a `gpu`, in Python (`host`) or in torch's `cpu`."""
+    counter = Counter(step, 0)
+    errors = {
+        "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"),
+        "host": MemoryError(),
+        "cpu": RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    }
+
+    def then(module: DrafterModule, inputs: Any) -> None:
+        if counter.due(module):
+            raise errors[kind]
+
+    before_objective(then)
+
+
+def tracking_seconds(path: str) -> None:
+    """Writes how long the training's own thread was in the record's calls, and in its end."""
+    from dflow_lightning.tracking_logger import RunLogger
+
+    spent = {"record": 0.0, "end": 0.0}
+
+    def timed(owner: type, name: str, kind: str) -> None:
+        original = getattr(owner, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                spent[kind] += time.perf_counter() - start
+                Path(path).write_text(json.dumps(spent))
+
+        setattr(owner, name, call)
+
+    timed(RunLogger, "record", "record")
+    timed(RunLogger, "finalize", "end")
+
+
 def hang_at(step: int, end_within: float) -> None:
     """A batch that never ends, as when another process is gone; and a shorter time limit."""
     from dflow_lightning.signals import Signals
@@ -169,5 +208,6 @@ PLANTS: dict[str, Callable[..., None]] = {
     plant.__name__: plant
     for plant in (
         *(record, signal_at, fail_at, hang_at, slow, kill_in_save, fail_in_validation, nan_loss),
+        *(out_of_memory, tracking_seconds),
     )
 }

@@ -10,7 +10,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
-    {"errors", "atomic", "checks", "embedded", "fingerprint"},
+    {"errors", "atomic", "checks", "embedded", "fingerprint", "stopwatch"},
     {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics", "soft_targets"},
     {"target", "dims", "drafter", "relay", "carryover", "causal_head", "eagle3"},
     {
@@ -18,19 +18,18 @@ LAYERS = [
         "tap_fingerprint",
     },
     {"module", "eagle3_module", "optimizer", "trained", "training_module"},
-    {"validation", "progress", "tracking", "strategy", "ranks"},
     {
-        *(
-            "checkpoint",
-            "export",
-            "eagle3_export",
-            "export_speculators",
-            "engine_contract",
-            "model_card",
-        ),
+        *("validation", "progress", "strategy", "ranks", "samples", "plots"),
+        *("tracking", "tracking_journal", "tracking_store", "tracking_sender"),
+        *("tracking_logger", "tracking_delivery"),
+        *("provenance", "meters"),
+    },
+    {
+        *("checkpoint", "export", "eagle3_export", "export_speculators"),
+        *("engine_contract", "model_card"),
         *("signals", "guards", "replay"),
         *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality", "overlap"),
-        *("report", "charts", "ui"),
+        *("report", "charts", "ui", "registry", "sync"),
         *("serving", "validate_export"),
     },
     {

@@ -159,7 +159,7 @@ def test_a_signal_during_validation_does_not_wait_for_its_end(
         calls.append(len(prompts))
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.2)  # a decoder takes longer than the thread needs to hear of it
-        return [SimpleNamespace(accepted=[1]) for _ in prompts]
+        return [SimpleNamespace(accepted=[1], token_ids=[1, 2]) for _ in prompts]
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", generate)
     options = ["--validation.batch_size=1", "--trainer.num_sanity_val_steps=0"]

@@ -1,20 +1,23 @@
 """The MLflow record: parameters, artifact, status, resume, and a store that cannot be reached."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlflow
 import pytest
+import torch
 import yaml
+from processes import free_port
 
 from dflow_lightning.module import DrafterModule
 from dflow_lightning.signals import Stopped
-from dflow_lightning.tracking import PARAM_LIMIT, Tracking, flatten
+from dflow_lightning.tracking import Tracking
+from dflow_lightning.tracking_logger import PARAM_LIMIT, flatten
 
 if TYPE_CHECKING:
     from launch import Launcher
@@ -71,10 +74,16 @@ def test_a_run_is_recorded_whole(
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "run"
     assert run.data.params["model.drafter.block_size"] == "4"
-    assert run.data.tags["version.torch"]
+    assert {"version.torch", "hardware.cpu", "target.fingerprint"} <= run.data.tags.keys()
+    assert len(run.data.tags["data.train.sha256"]) == 64
+    assert {d.dataset.name for d in run.inputs.dataset_inputs} == {
+        f"{split}.jsonl" for split in ("train", "validation", "test")
+    }
     expected = {"train/loss", "train/tau_round0", "train/tau_round2", "val/loss", "val/tau"}
     expected |= {"val/tau_relay_off", "val/math/tau", "val/code/tau_relay_off"}
-    expected |= {"val/position_acceptance/3"}
+    expected |= {"val/position_acceptance/3", "rollout/relay_rows_round2", "train/epoch"}
+    expected |= {f"speed/{n}" for n in ("tokens_per_second", "step_seconds", "rollout_seconds")}
+    expected |= {"speed/validation_seconds", "system/process_memory_gb", "system/cpu_cores_used"}
     assert expected <= run.data.metrics.keys()
     # The artifact is the whole recipe, the same as beside the checkpoints, and stays in the folder.
     (artifact,) = (run_dir / "artifacts").rglob("config.yaml")
@@ -82,6 +91,12 @@ def test_a_run_is_recorded_whole(
     assert text == (run_dir / "config.yaml").read_text()
     assert yaml.safe_load(text)["rollout"]["mode"] == "online"
     assert {path.name for path in launch.folder.iterdir()} == {"recipes", "run", "small.yaml"}
+    assert not (run_dir / "tracking").exists()  # all has arrived
+    names = {f"acceptance-step000000{n}.png" for n in (2, 4)}
+    assert names <= {path.name for path in (run_dir / "artifacts").rglob("charts/*.png")}
+    page = next((run_dir / "artifacts").rglob("answers/step0000004.html")).read_text()
+    assert "Relay on: tau" in page
+    assert "Relay off: tau" in page
 
     # A resume continues the run; what it changed shows as tags, since parameters never change.
     more = ("--ckpt_path=last", "--trainer.max_steps=6")
@@ -91,10 +106,10 @@ def test_a_run_is_recorded_whole(
     assert resumed.info.run_id == run.info.run_id
     assert resumed.info.status == "FINISHED"
     assert resumed.data.params["trainer.max_steps"] == "4"
-    assert resumed.data.tags["resume.trainer.max_steps"] == "6"
+    assert resumed.data.tags["resume_1.trainer.max_steps"] == "6"
     client = mlflow.MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
     steps = [point.step for point in client.get_metric_history(run.info.run_id, "val/tau")]
-    assert steps == [1, 3, 5]  # Lightning counts the steps before the one it logs
+    assert steps == [2, 4, 6]
 
     # Testing a checkpoint is a run of its own and leaves the training's recipe alone.
     tested = launch(
@@ -102,7 +117,22 @@ def test_a_run_is_recorded_whole(
     )
     assert tested.status == 0, tested.err
     assert [run.info.run_name for run in recorded(run_dir)] == ["run", "run-test"]
-    assert "test/tau" in recorded(run_dir)[1].data.metrics
+    test = recorded(run_dir)[1]
+    assert [p.step for p in client.get_metric_history(test.info.run_id, "test/tau")] == [
+        torch.load(run_dir / "checkpoints/best.ckpt", weights_only=True)["global_step"]
+    ]
+
+    # An export becomes a version of a model, with the tau table of its validation.
+    export = ("export", "--checkpoint", run_dir / "checkpoints/last.ckpt", "--out", "export")
+    registered = launch(*export, "--register_as", "tiny")
+    assert "registered as tiny, version 1" in registered.out
+    version = client.get_model_version("tiny", "1")
+    assert version.run_id == run.info.run_id
+    assert "| task | relay on | relay off |" in version.description
+    assert version.tags["step"] == "6"
+    files = {path.name for path in Path(version.source.removeprefix("file://")).iterdir()}
+    assert {"config.json", "model.safetensors", "relay", "README.md"} <= files
+    assert "registered" not in launch(*export, "--register=false").out
 
 
 @pytest.mark.slow  # imports everything in a second process
@@ -123,6 +153,9 @@ def test_a_crash_is_status_1_and_a_failed_run(
     assert "RuntimeError: crash at step 2" in done.stderr.splitlines()[-1]
     (run,) = recorded(run_dir)
     assert run.info.status == "FAILED"
+    assert run.data.tags["failure"] == "RuntimeError at step 1: crash at step 2"
+    (trace,) = (run_dir / "artifacts").rglob("failure.txt")
+    assert "in on_train_batch_start" in trace.read_text()
 
 
 @pytest.mark.parametrize(
@@ -171,27 +204,25 @@ def test_flatten() -> None:
     assert PARAM_LIMIT == 250
 
 
-def test_a_store_that_fails_costs_one_warning(run_dir: Path) -> None:
-    tracking = Tracking(uri=f"sqlite:///{run_dir / 'mlflow.db'}")
-    logger = tracking.open(run_dir)
-    logger.log_metrics({"a": 1.0}, step=1)
-    calls = 0
-
-    class Broken:
-        def log_batch(self, *args: Any, **kwargs: Any) -> None:
-            nonlocal calls
-            calls += 1
-            raise ConnectionError("no route")
-
-    logger._mlflow_client = Broken()
-    with pytest.warns(UserWarning, match=r"ConnectionError: no route.*training goes on"):
-        logger.log_metrics({"a": 2.0}, step=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(3, 10):
-            logger.log_metrics({"a": 2.0}, step=step)
-        logger.finalize()
-    assert calls == 3
+def test_odd_names_and_numbers(run_dir: Path) -> None:
+    logger = Tracking().open(run_dir)
+    odd = {
+        "acc@1": 1.0,
+        "acc#1": 2.0,
+        "": 3.0,
+        "a//b": 4.0,
+        "../c": 5.0,
+        "x" * 400: 6.0,
+        "数学": 7.0,
+    }
+    logger.log_metrics(odd | {"bad": float("nan"), "worse": float("inf")}, step=3)
+    logger.log_recipe({"a b": {"c@d": 1}})
+    logger.finalize()
+    (run,) = recorded(run_dir)
+    assert sorted(run.data.metrics.values()) == [1.0, 2.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert run.data.metrics["train/nonfinite_count"] == 2
+    assert run.data.metrics["数学"] == 7
+    assert not (run_dir / "tracking").exists()  # nothing was refused
 
 
 def test_a_server_that_is_down_does_not_stop_the_training(
@@ -199,18 +230,37 @@ def test_a_server_that_is_down_does_not_stop_the_training(
     recipe: Path,
     run_options: list[str],
     monkeypatch: pytest.MonkeyPatch,
+    empty_store: Path,
 ) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    with pytest.warns(UserWarning, match="training goes on without it"):
-        done = launch("fit", "--config", recipe, *run_options)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
+    done = launch("fit", "--config", recipe, *run_options)
     assert done.status == 0, done.err
-    assert (launch.folder / "runs/small/checkpoints/best.ckpt").is_file()
+    run_dir = launch.folder / "runs/small"
+    assert (run_dir / "checkpoints/best.ckpt").is_file()
+    assert done.err.count("tracking:") == 2  # when it began and what is left
+    assert "metric points" in done.err
+    listed = launch("sync", "--run", run_dir, "--list")
+    assert "metric points" in listed.out
+    assert launch("sync", "--run", run_dir).status == 1
+
+    # The server is back, as another kind of store: all arrives, in the run that failed to begin.
+    (state,) = (run_dir / "tracking").glob("*.json")
+    store = launch.folder / "back.db"
+    store.write_bytes(empty_store.read_bytes())
+    content = json.loads(state.read_text())
+    state.write_text(json.dumps(content | {"uri": f"sqlite:///{store}", "artifacts": None}))
+    assert launch("sync", "--run", run_dir).status == 0
+    client = mlflow.MlflowClient(f"sqlite:///{store}")
+    (run,) = client.search_runs([content.get("experiment_id", "1")])
+    assert run.info.status == "FINISHED"
+    losses = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [point.step for point in losses] == [1, 2, 3, 4]
+    assert launch("sync", "--run", run_dir).out == f"everything of {run_dir} has arrived\n"
 
 
 def test_a_run_of_another_store_starts_anew(run_dir: Path) -> None:
     logger = Tracking().open(run_dir, run_id="0" * 32)
     logger.log_metrics({"a": 1.0}, step=1)
+    logger.finalize()
     (run,) = recorded(run_dir)
     assert run.info.run_id == logger.run_id != "0" * 32
-    assert not logger.continued

@@ -40,6 +40,10 @@ TOOLS = {
     "bench": ("dflow_lightning.bench:bench_command", "measure tau and speed of drafters"),
     "report": ("dflow_lightning.report:report_command", "turn bench results into one page"),
     "replay": ("dflow_lightning.replay:replay_command", "see where a number was not finite"),
+    "sync": (
+        "dflow_lightning.sync:sync_command",
+        "send what of a run's record has not reached its tracking store",
+    ),
     "ui": ("dflow_lightning.ui:ui_command", "open the dashboard of a run"),
 }
 

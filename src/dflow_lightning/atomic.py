@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all."""
 
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -92,6 +93,23 @@ def recover(out: Path) -> None:
 
 def _aside(out: Path) -> Path:
     return out.with_name(f".{out.name}.previous")
+
+
+def hold(path: Path) -> int | None:
+    """Lock a file for this process until it ends, loaders' workers excluded.
+
+    Returns:
+        The handle that keeps the lock, None where another process has it. A file system without
+        locks gives none, and a handle all the same.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            os.close(handle)
+            return None
+    return handle
 
 
 class _Lock:

@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dflow_lightning.atomic import recover, remove, take_place
 from dflow_lightning.errors import InputError
-from dflow_lightning.tracking import flatten
+from dflow_lightning.tracking import KEY, RUN_ID
+from dflow_lightning.tracking_logger import flatten
 
 FOLDER = "checkpoints"
 # What shapes a training: the same on resume, or its second half is another run.
@@ -232,6 +233,7 @@ class SavedRun:
     path: Path
     recipe: dict[str, Any]
     run_id: str | None
+    tracking_key: str | None
 
     @classmethod
     def read(cls, path: Path) -> "SavedRun":
@@ -241,7 +243,7 @@ class SavedRun:
             raise InputError(
                 f"ckpt_path: {path} holds no recipe; `dflow-train fit` did not write it"
             )
-        return cls(path, content["recipe"], content.get("mlflow_run_id"))
+        return cls(path, content["recipe"], content.get(RUN_ID), content.get(KEY))
 
     def require_same(self, recipe: Mapping[str, Any]) -> None:
         """Refuses to resume with a recipe that differs where the training depends on it."""

@@ -17,8 +17,8 @@ from dflow_lightning.arguments import OneSentence
 from dflow_lightning.checkpoint import FOLDER, Checkpointing, SavedRun, find_checkpoint
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.eagle3_module import Eagle3Module
-from dflow_lightning.errors import InputError
-from dflow_lightning.guards import Guards
+from dflow_lightning.errors import InputError, RunError
+from dflow_lightning.guards import Guards, out_of_memory
 from dflow_lightning.module import DrafterModule
 from dflow_lightning.progress import RunProgress, decoded_line, shown
 from dflow_lightning.recipe_base import with_bases
@@ -144,9 +144,10 @@ class TrainCLI(LightningCLI):
         chosen = settings.trainer.logger
         if chosen is False or not settings.tracking.enabled:
             return chosen or False
-        run_id = self.resumed.run_id if self.resumed else None
+        resumed = self.resumed
+        names = (resumed.run_id, resumed.tracking_key) if resumed else (None, None)
         suffix = "" if self.subcommand == "fit" else f"-{self.subcommand}"
-        own = settings.tracking.open(self.run_dir, run_id, suffix)
+        own = settings.tracking.open(self.run_dir, names[0], suffix, names[1])
         return [own] if chosen is True else [own, *as_list(chosen)]
 
     def after_fit(self) -> None:
@@ -269,6 +270,10 @@ def start(args: Sequence[str]) -> TrainCLI:
         except SystemExit as stop:
             if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning makes it exit 1
                 raise KeyboardInterrupt from stop
+            raise
+        except Exception as error:
+            if said := out_of_memory(error, signals.failed_step):
+                raise RunError(said) from error
             raise
 
 

@@ -55,6 +55,8 @@ def export_command(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     compile: bool = False,
     target: str | None = None,
+    register: bool = True,
+    register_as: str | None = None,
 ) -> None:
     """Write the folder that SGLang, vLLM and `dflow-train decode` load.
 
@@ -67,20 +69,20 @@ def export_command(
         compile: add `decode/draft.pt2`, the draft step with relay compiled for this kind of device
             (`dflow-train decode --backend package`); about a minute.
         target: where the target is now, if not where it was trained with.
+        register: add it to the tracking store of its run, as a version of a model.
+        register_as: the model's name there; by default the experiment's and the target's.
     """
     check_replaceable(out)
     recipe = read_recipe(checkpoint)
     from dflow_lightning.trained import load_trained  # Lightning, which reading never needs
 
-    write: Any = export_drafter
+    write: Any = partial(export_drafter, compile=compile)
     if format == "speculators":
         if compile:
             raise InputError("compile: only the format dflash holds a package; leave one out")
         from dflow_lightning.export_speculators import export_speculators
 
         write = export_speculators
-    elif compile:
-        write = partial(export_drafter, compile=True)
     module = load_trained(checkpoint, target=target)
     if isinstance(module.drafter, Eagle3Drafter) and (compile or format != "dflash"):
         option = "compile" if compile else f"format {format}"
@@ -103,6 +105,10 @@ def export_command(
         f"exported to {out}: {dtype}, {size / 1e6:.1f} MB, {relay}; "
         f"num_speculative_tokens is {module.drafter.dims.block_size - 1}"
     )
+    if register:
+        from dflow_lightning.registry import register_export
+
+        register_export(checkpoint, out, register_as)
 
 
 def read_recipe(checkpoint: Path) -> dict[str, Any]:

@@ -206,6 +206,20 @@ def sentence(step: int, culprits: list[Culprit]) -> str:
     )
 
 
+def out_of_memory(error: BaseException, step: int | None) -> str | None:
+    """A sentence for a run that found no memory, on a GPU or on this machine; None for others."""
+    cpu = "DefaultCPUAllocator" in str(error) and "memory" in str(error)
+    if not (cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)):
+        return None
+    where = "before the first step" if step is None else f"at step {step}"
+    told = " ".join(str(error).split()).partition(". ")[0]
+    return (
+        f"out of memory {where}{f' ({told})' if told else ''}; set model.gradient_checkpointing "
+        "and continue with --ckpt_path auto, or start anew with a lower data.batch_size, "
+        "model.num_anchors or rollout.num_anchors (dflow-train plan says what fits)"
+    )
+
+
 def sample_names(trainer: Trainer, ids: list[int]) -> list[str]:
     """The ids of the data's rows where they are at hand, or the numbers that stand for them."""
     data = getattr(trainer, "datamodule", None)

@@ -21,6 +21,7 @@ from dflow_lightning.draft import draft_tokens, embed_blocks, greedy_tokens, rel
 from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.relay import Relay, RelayInput, align
+from dflow_lightning.stopwatch import Stopwatch
 from dflow_lightning.target import FrozenTarget, SlotCache
 
 if TYPE_CHECKING:
@@ -331,6 +332,7 @@ class OnlineRollout(Callback):
         self.mode: Mode = mode
         self.reference: Literal["data", "target"] = reference
         self.start = start
+        self.watch = Stopwatch()
 
     def setup(  # type: ignore[override]
         self, trainer: Trainer, pl_module: "DrafterModule", stage: str
@@ -372,7 +374,7 @@ class OnlineRollout(Callback):
         if not self.num_rounds or self.waits(trainer):
             return
         extra = self.num_anchors * pl_module.drafter.dims.block_size
-        with trainer.precision_plugin.forward_context():
+        with self.watch.lap(pl_module.device), trainer.precision_plugin.forward_context():
             inputs = pl_module.begin_step(
                 batch, extra_slots=extra, up_to_head=self.reference == "target"
             )

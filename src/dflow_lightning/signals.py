@@ -44,6 +44,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.failed_step: int | None = None  # of a training that an exception ended
         self.launched: Callable[[int], None] | None = None  # sends a signal to our own children
         self._training = False
         self._previous: dict[int, Any] = {}
@@ -178,6 +179,12 @@ class GracefulStop(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """All is done and saved; a signal of the last step changes nothing."""
         self.signals.training(None)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Keeps the step, for the sentence that says what happened."""
+        self.signals.failed_step = trainer.global_step
 
     def _stop_in_fit(self, trainer: Trainer) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:

@@ -1,158 +1,32 @@
-"""The run's record: an MLflow run, and the recipe that made it."""
+"""What is recorded of a run, and when: an MLflow run, and the recipe that made it."""
 
 import logging
 import os
-import shlex
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import time
+import traceback
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-PARAM_LIMIT = 250  # characters; a longer value stays in the recipe artifact alone
-PARAMS_PER_CALL = 100  # MLflow refuses more in one batch
-URI_VARIABLE = "MLFLOW_TRACKING_URI"
-GIVE_UP_AFTER = 3  # failures in a row: a dead server must not cost a timeout at every step
+from dflow_lightning import provenance
+from dflow_lightning.atomic import hold
+from dflow_lightning.errors import InputError
+from dflow_lightning.meters import Meters
+from dflow_lightning.tracking_journal import Destination
+from dflow_lightning.tracking_logger import RunLogger, new_key, store_address
+from dflow_lightning.tracking_sender import prepare_client
+from dflow_lightning.tracking_store import clean_name
+from dflow_lightning.validation import ValidationDecoding
 
-
-def flatten(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys and text values of a nested recipe; unset values are left out."""
-    flat: dict[str, str] = {}
-    for key, value in recipe.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        elif value is not None:
-            flat[f"{prefix}{key}"] = str(value)
-    return flat
-
-
-class RunLogger(MLFlowLogger):
-    """Lightning's MLflow logger, made safe for long runs.
-
-    It keeps the local store inside the run folder, continues a run on resume, ends it with the
-    right status, and lets no failure of the tracking store stop the training.
-    """
-
-    def __init__(
-        self, run_dir: Path, *, experiment: str, run_name: str, uri: str, run_id: str | None = None
-    ):
-        local = uri.startswith("sqlite:")  # MLflow would put artifacts into the working directory
-        super().__init__(
-            experiment_name=experiment,
-            run_name=run_name,
-            tracking_uri=uri,
-            run_id=run_id,
-            artifact_location=(run_dir / "artifacts").resolve().as_uri() if local else None,
-        )
-        self.outcome: str | None = None  # set where Lightning would only say "failed"
-        self.continued = False
-        self._run_dir = run_dir
-        self._failures = 0
-
-    @property
-    def save_dir(self) -> str:
-        """The run folder, whatever the address of the store."""
-        return str(self._run_dir)
-
-    @property
-    def experiment(self) -> Any:
-        """The MLflow client, or None while the store cannot be reached."""
-        return self._mlflow_client if self._initialized else self._attempt(self._client)
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Logs metrics; a failure is a warning."""
-        if self.experiment is not None:
-            self._attempt(super().log_metrics, metrics, step)
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `log_recipe` logs the module's arguments with everything else."""
-
-    @rank_zero_only
-    def log_recipe(self, recipe: dict[str, Any]) -> None:
-        """Logs the recipe as an artifact, and its short values as parameters."""
-        if self.experiment is not None:
-            self._attempt(self._log_recipe, recipe)
-
-    def finalize(self, status: str = "success") -> None:
-        """Ends the run as FINISHED, FAILED or KILLED."""
-        if self._initialized:
-            self._attempt(super().finalize, self.outcome or status)
-
-    def _client(self) -> Any:
-        first = rank_zero_only.rank == 0  # type: ignore[attr-defined]
-        if first and not self._initialized and self._run_id is not None:
-            self._reopen(self._run_id)
-        chosen = os.environ.get(URI_VARIABLE)
-        client = super().experiment
-        # MLflow has now written this run's address into the variable that means the user's choice.
-        os.environ.pop(URI_VARIABLE, None)
-        if chosen is not None:
-            os.environ[URI_VARIABLE] = chosen
-        return client
-
-    def _reopen(self, run_id: str) -> None:
-        """Continues the run of a resumed training, unless this store does not hold it."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self._mlflow_client.update_run(run_id, status="RUNNING")
-            self.continued = True
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            self._run_id = None
-
-    def _log_recipe(self, recipe: dict[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        client, run_id = self.experiment, self.run_id
-        client.log_text(run_id, yaml.safe_dump(recipe, sort_keys=False), "config.yaml")
-        for key, value in provenance().items():
-            client.set_tag(run_id, key, value)
-        params = {k: v for k, v in flatten(recipe).items() if v and len(v) <= PARAM_LIMIT}
-        if self.continued:  # parameters of a run never change in MLflow: changes become tags
-            before = client.get_run(run_id).data.params
-            for key in (key for key, value in params.items() if before.get(key) != value):
-                client.set_tag(run_id, f"resume.{key}", params[key])
-            return
-        rows = [Param(key, value) for key, value in params.items()]
-        for start in range(0, len(rows), PARAMS_PER_CALL):
-            client.log_batch(run_id, params=rows[start : start + PARAMS_PER_CALL])
-
-    def _attempt(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls; an exception becomes one warning, and after some in a row nothing is tried."""
-        if self._failures >= GIVE_UP_AFTER:
-            return None
-        try:
-            result = call(*args)
-        except Exception as error:
-            if not self._failures:
-                rank_zero_warn(
-                    f"tracking at {self._tracking_uri} failed ({type(error).__name__}: {error}); "
-                    "training goes on without it"
-                )
-            self._failures += 1
-            return None
-        self._failures = 0
-        return result
-
-
-def provenance() -> dict[str, str]:
-    """The command and the versions that made a run."""
-    tags = {"command": shlex.join(sys.argv)[:PARAM_LIMIT]}
-    for name in ("dflow-lightning", "torch", "lightning", "transformers"):
-        with suppress(PackageNotFoundError):  # run from a source tree that is not installed
-            tags[f"version.{name}"] = version(name)
-    return tags
+KEY, RUN_ID = "tracking_key", "mlflow_run_id"  # in a checkpoint
 
 
 class Tracking(Callback):
@@ -164,6 +38,7 @@ class Tracking(Callback):
         run_name: Name of the run; the run folder's name when left out.
         uri: Address of the MLflow store. When left out: the variable MLFLOW_TRACKING_URI, or else
             the file mlflow.db in the run folder.
+        tags: More tags of the run, for example of a series of runs.
     """
 
     def __init__(
@@ -173,49 +48,154 @@ class Tracking(Callback):
         experiment: str = "dflow",
         run_name: str | None = None,
         uri: str | None = None,
+        tags: dict[str, str] | None = None,
     ):
         self.enabled = enabled
         self.experiment = experiment
         self.run_name = run_name
         self.uri = uri
+        self.tags = tags or {}
         self.logger: RunLogger | None = None
+        self._meters = Meters()
+        self._began_validation = 0.0
+        self._plots = True
 
-    def open(self, run_dir: Path, run_id: str | None = None, suffix: str = "") -> RunLogger:
-        """The logger of a run in `run_dir`, continuing `run_id` where the store holds it."""
-        import mlflow  # noqa: F401 - sets its log level to INFO, once
+    def open(
+        self, run_dir: Path, run_id: str | None = None, suffix: str = "", key: str | None = None
+    ) -> RunLogger:
+        """The logger of a run in `run_dir`.
 
-        logging.getLogger("mlflow").setLevel("ERROR")
-        uri = self.uri or os.environ.get(URI_VARIABLE)
-        if uri is None:
+        Args:
+            run_id: of a run to go on with, where the store holds it.
+            suffix: of the run's name.
+            key: of the run to go on with, whose id the checkpoint need not know.
+        """
+        uri = store_address(run_dir, self.uri)
+        local = uri.startswith("sqlite:")  # MLflow would put artifacts into the working directory
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             run_dir.mkdir(parents=True, exist_ok=True)
-            uri = f"sqlite:///{(run_dir / 'mlflow.db').resolve()}"
-        elif uri.startswith("http"):  # a dead server is given up in seconds, not minutes
-            os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        self.logger = RunLogger(
-            run_dir,
-            experiment=self.experiment,
-            run_name=(self.run_name or run_dir.name) + suffix,
+            import_mlflow(uri)
+        destination = Destination(
+            key=key or new_key(),
             uri=uri,
+            experiment=self.experiment,
+            run_name=(self.run_name or run_dir.resolve().name) + suffix,
             run_id=run_id,
+            artifacts=(run_dir / "artifacts").resolve().as_uri() if local else None,
         )
+        resumed = run_id is not None or key is not None
+        self.logger = RunLogger(run_dir, destination, resumed=resumed)
         return self.logger
+
+    # ---------------------------------------------------------------- numbers of each step
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Metrics of a training stand at the steps that were made."""
+        if self.logger is not None and stage == "fit":
+            self.logger.shift = 1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock."""
+        self._meters = Meters()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Looks at the rounds that a rollout has made."""
+        prepared = getattr(pl_module, "prepared", None)
+        if self.logger is not None and prepared is not None and self._due(trainer):
+            self._meters.see_rounds(prepared.rounds)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the batch, and records speed and memory where Lightning records the loss."""
+        self._meters.count(batch.input_ids_BS.numel() * trainer.world_size)
+        if self.logger is not None and trainer.global_step and self._due(trainer, made=True):
+            self.logger.record_metrics(self._meters.take(trainer), trainer.global_step)
+
+    def _due(self, trainer: Trainer, *, made: bool = False) -> bool:
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return (trainer.global_step + (not made)) % max(1, every) == 0
+
+    # ---------------------------------------------------------------- validation
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock of the validation."""
+        self._began_validation = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Records charts and answers, and how long it took."""
+        fit = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if self.logger is not None and fit and trainer.is_global_zero:
+            took = time.perf_counter() - self._began_validation
+            self.logger.record_metrics({"speed/validation_seconds": took}, trainer.global_step)
+            self._show_decoded(trainer, pl_module)
+        self._meters.resume()
+
+    def _show_decoded(self, trainer: Trainer, module: Any) -> None:
+        measured = next(
+            (c.latest for c in trainer.callbacks if isinstance(c, ValidationDecoding)),  # type: ignore[attr-defined]
+            None,
+        )
+        if measured is None or measured.step != trainer.global_step or self.logger is None:
+            return
+        from dflow_lightning import plots, samples
+
+        step = f"step{measured.step:07}"
+        self.logger.artifact(
+            f"answers/{step}.html", samples.sample_page(module.target.tokenizer, measured)
+        )
+        if not self._plots:
+            return
+        try:
+            self.logger.artifact(f"charts/acceptance-{step}.png", plots.acceptance_plot(measured))
+            self.logger.artifact(f"charts/tau-{step}.png", plots.tau_plot(measured))
+        except ImportError:
+            self._plots = False
+            print(
+                "tracking: no PNG charts, since matplotlib is not installed "
+                "(pip install 'dflow-lightning[plots]'); their numbers are recorded all the same",
+                file=sys.stderr,
+            )
+
+    # ---------------------------------------------------------------- checkpoints and the end
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Stores the run's id, for a resume."""
-        checkpoint["mlflow_run_id"] = self.logger.run_id if self.logger else None
+        """Stores what names the run, for a resume."""
+        if self.logger is not None:
+            checkpoint[KEY], checkpoint[RUN_ID] = self.logger.key, self.logger.run_id
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """A test or a validation stands at the checkpoint's step."""
+        if self.logger is not None and trainer.state.fn != "fit":
+            self.logger.shift = checkpoint["global_step"]
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Tells an interrupted run (Ctrl-C, a scheduler's SIGTERM) from a failed one."""
-        if self.logger and isinstance(exception, KeyboardInterrupt | SIGTERMException):
-            self.logger.outcome = "KILLED"
+        if self.logger is None:
+            return
+        step = f"at step {trainer.global_step}"
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            said = getattr(exception, "said", None) or f"interrupted {step}"
+            self.logger.ends("KILLED", {"stopped": said})
+            return
+        text = " ".join(str(exception).split())
+        failure = f"{type(exception).__name__} {step}: {text}"
+        self.logger.ends("FAILED", {"failure": failure})
+        self.logger.artifact("failure.txt", "".join(traceback.format_exception(exception)))
 
 
 class RecipeRecord(SaveConfigCallback):
     """Writes the whole resolved recipe to `<run_dir>/config.yaml`, MLflow and every checkpoint."""
+
+    _lock: int | None = None  # of the run folder, while this process trains in it
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -229,14 +209,51 @@ class RecipeRecord(SaveConfigCallback):
         if stage == "fit":
             folder = Path(trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
+            self._lock = hold(folder / ".lock")
+            if self._lock is None:
+                raise InputError(
+                    f"run_dir: another process trains in {folder}, and both would write the same "
+                    "checkpoints; name another folder"
+                )
             text = yaml.safe_dump(self.recipe, sort_keys=False)
             (folder / "config.yaml").write_text(text, encoding="utf-8")
         for logger in trainer.loggers:
             if isinstance(logger, RunLogger):
                 logger.log_recipe(self.recipe)
+                record_provenance(logger, trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Lets another training have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Stores the recipe, which a resume compares with its own."""
         checkpoint["recipe"] = self.recipe
+
+
+def record_provenance(logger: RunLogger, trainer: Trainer, module: Any) -> None:
+    """Records what made the run, and what it reads."""
+    tags, sets = provenance.fingerprints(module, trainer.datamodule)  # type: ignore[attr-defined]
+    more = [c.tags for c in trainer.callbacks if isinstance(c, Tracking)]  # type: ignore[attr-defined]
+    tags = provenance.run_tags(trainer.world_size) | tags | (more[0] if more else {})
+    tags["run_dir"] = str(Path(trainer.default_root_dir).resolve())
+    logger.record("tags", values={clean_name(name): value for name, value in tags.items()})
+    logger.record("datasets", sets=sets)
+    if (diff := provenance.git_diff()) is not None:
+        logger.artifact("git.diff", diff)
+
+
+def import_mlflow(uri: str) -> None:
+    """Imports in the main thread what the sender will need.
+
+    A loader's worker that is forked while another thread imports would inherit a held lock.
+    """
+    prepare_client()
+    import_module("mlflow.tracking")
+    if uri.startswith("sqlite:"):
+        import_module("mlflow.store.tracking.sqlalchemy_store")
+    logging.getLogger("mlflow").setLevel("ERROR")

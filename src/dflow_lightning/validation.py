@@ -15,15 +15,31 @@ if TYPE_CHECKING:
     from dflow_lightning.data.datamodule import ChatDataModule, Prompt, Split
     from dflow_lightning.decode import SpeculativeDecoder
 
+DECODED_KEY = "decoded"  # of a checkpoint
 DRY_RUN_TOKENS = 8  # Lightning's sanity check decodes a little, so that a defect shows at once
 
 
 class Decoded(NamedTuple):
-    """One prompt's answer, reduced to what the statistics need."""
+    """One prompt's answer: accepted drafts of each round, and the tokens."""
 
     number: int
     family: str
     accepted: list[int]
+    token_ids: list[int]
+
+
+class Measured(NamedTuple):
+    """What a validation has decoded, for the record and for the checkpoint.
+
+    Attributes:
+        passes: all prompts' answers under `""`, and with the relay off under `"_relay_off"`.
+        metrics: what was logged.
+    """
+
+    step: int
+    prompts: "Sequence[Prompt]"
+    passes: dict[str, list[Decoded]]
+    metrics: dict[str, float]
 
 
 class ValidationDecoding(Callback):
@@ -54,6 +70,7 @@ class ValidationDecoding(Callback):
         self.temperature = temperature
         self.batch_size = batch_size
         self.interrupted: Callable[[], bool] = lambda: False  # asked between batches of prompts
+        self.latest: Measured | None = None
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Decodes the validation prompts."""
@@ -71,6 +88,7 @@ class ValidationDecoding(Callback):
         prompts = datamodule.prompts(split, 1 if dry else self.prompts_per_family)
         decoder = module.decoder()
         modes = {"": True, "_relay_off": False} if decoder.keeps_rejected else {"": False}
+        measured = Measured(trainer.global_step, prompts, {}, {})
         for suffix, relay in modes.items():
             decoded = self._decode(trainer, decoder, prompts, relay=relay, dry=dry)
             if decoded is None:
@@ -79,6 +97,18 @@ class ValidationDecoding(Callback):
                 drafts = module.drafter.dims.block_size - 1
                 metrics = summarise(decoded, drafts, prefix=prefix, suffix=suffix)
                 module.log_dict(metrics, on_epoch=True, batch_size=1, sync_dist=True)
+                measured.passes[suffix] = decoded
+                measured.metrics.update(metrics)
+        if not dry:
+            self.latest = measured
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Stores the last numbers that were measured, and at which step: an export shows them."""
+        if self.latest is not None:
+            metrics = {name: float(value) for name, value in self.latest.metrics.items()}
+            checkpoint[DECODED_KEY] = {"step": self.latest.step, "metrics": metrics}
 
     def _decode(
         self,
@@ -116,7 +146,7 @@ class ValidationDecoding(Callback):
                 batch_size=self.batch_size,
             )
             local += [
-                Decoded(i, prompts[i].family, completion.accepted)
+                Decoded(i, prompts[i].family, completion.accepted, completion.token_ids)
                 for i, completion in zip(numbers, completions, strict=True)
             ]
         mine_or_none = None if interrupted else local
@@ -144,6 +174,7 @@ def summarise(
     for family, accepted in families.items():
         tau = acceptance_summary(accepted, num_draft_tokens).tau
         metrics[f"{prefix}/{family}/tau{suffix}"] = tau
+    width = len(str(num_draft_tokens))  # dashboards sort names as text
     for position, share in enumerate(pooled.position_acceptance, start=1):
-        metrics[f"{prefix}/position_acceptance{suffix}/{position}"] = share
+        metrics[f"{prefix}/position_acceptance{suffix}/{position:0{width}}"] = share
     return metrics
