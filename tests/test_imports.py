@@ -10,7 +10,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
-    {"errors", "atomic", "checks", "fingerprint"},
+    {"errors", "atomic", "checks", "fingerprint", "terminal"},
     {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics"},
     {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
     {
@@ -18,7 +18,10 @@ LAYERS = [
         "tap_fingerprint",
     },
     {"module", "optimizer"},
-    {"validation", "progress", "tracking", "strategy", "ranks"},
+    {
+        *("validation", "tracking", "strategy", "ranks"),
+        *("progress", "progress_plan", "progress_table"),
+    },
     {
         *("checkpoint", "export", "export_speculators", "engine_contract", "model_card"),
         *("signals", "guards", "replay"),
@@ -27,7 +30,16 @@ LAYERS = [
         *("serving", "validate_export"),
     },
     {
-        *("arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"),
+        *(
+            "arguments",
+            "cli",
+            "completion",
+            "plan",
+            "plan_measure",
+            "plan_memory",
+            "plan_work",
+            "__main__",
+        ),
         *(
             "doctor",
             "doctor_check",

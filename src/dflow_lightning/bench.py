@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
 from dflow_lightning import atomic
@@ -26,6 +25,7 @@ from dflow_lightning.decode.steps import Backend
 from dflow_lightning.errors import InputError
 from dflow_lightning.measure import BenchResult, BenchSettings, RelayChoice, bench, num_steps
 from dflow_lightning.target import FrozenTarget
+from dflow_lightning.terminal import STDOUT, bar, is_live, print_json, screen
 
 __all__ = ["BenchResult", "BenchSettings", "Row", "bench", "bench_command"]
 
@@ -64,7 +64,8 @@ def bench_command(
         thinking: let the target think first, where its chat template knows how.
         max_new_tokens: upper limit of an answer.
         relay: how drafters that have a relay are measured.
-        json: also write the rows and the environment to this file.
+        json: also write the rows and the environment to this file; without a name (or as `-`) to
+            standard output, and the tables to standard error.
         concurrency: requests in flight at the same time, one number or more, separated by commas.
         acceptance: `match` accepts a draft that the target chooses; `rejection` is rejection
             sampling, whose answers above temperature 0 cannot be compared with the plain ones.
@@ -92,19 +93,23 @@ def bench_command(
         suite_path(suite, target)  # a missing file is said before a target is loaded
     frozen = FrozenTarget.load(target)
     decoders = {str(one): SpeculativeDecoder.from_export(one, frozen) for one in drafter}
-    if json is not None:
+    paper = sys.stderr if json == STDOUT else sys.stdout
+    if json is not None and json != STDOUT:
         atomic.check_writable(json, "json")
     asked = read_suite(choice, frozen, next(iter(decoders.values())))
     if not quiet:
-        print("\n".join(asked.lines()), flush=True)
+        print("\n".join(asked.lines()), file=paper, flush=True)
     result = bench_shown(decoders, asked.prompts, settings, quiet)
     if json is not None:
         about = environment(frozen, settings, asked)
         about |= {"warm_up_seconds": result.warm_up_seconds}
         content = {"rows": [asdict(row) for row in result.rows], "environment": about}
-        atomic.write_text(json, jsonlib.dumps(content, indent=1) + "\n")
-    show(result.rows)
-    if json is not None:
+        if json == STDOUT:
+            print_json(content)
+        else:
+            atomic.write_text(json, jsonlib.dumps(content, indent=1) + "\n")
+    show(result.rows, screen(paper))
+    if json is not None and json != STDOUT:
         print(f"rows and environment written to {json}")
     if any(row.lossless is False for row in result.rows):
         print("NOT LOSSLESS: answers differ from plain decoding (see above)", file=sys.stderr)
@@ -118,19 +123,23 @@ def bench_shown(
     quiet: bool,
 ) -> BenchResult:
     """`bench` with a bar on a terminal, and a line per family in a log."""
-    errors = Console(stderr=True)
     shown = ""
-    with Progress(console=errors, disable=quiet or not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=num_steps(prompts, settings))
+    if quiet or not is_live(sys.stderr):
 
-        def progress(description: str) -> None:
+        def told(description: str) -> None:
             nonlocal shown
-            bar.update(task, description=description, advance=1)
-            if bar.disable and not quiet and description != shown:
+            if not quiet and description != shown:
                 print(f"decoding {description}", file=sys.stderr, flush=True)
             shown = description
 
-        return bench(decoders, prompts, settings, progress=progress)
+        return bench(decoders, prompts, settings, progress=told)
+    with bar(*Progress.get_default_columns(), stream=sys.stderr, transient=True) as running:
+        task = running.add_task("", total=num_steps(prompts, settings))
+
+        def advance(description: str) -> None:
+            running.update(task, description=description, advance=1)
+
+        return bench(decoders, prompts, settings, progress=advance)
 
 
 def check_settings(settings: BenchSettings, drafters: list[Path], per_family: int) -> None:

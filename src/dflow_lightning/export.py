@@ -37,6 +37,7 @@ from dflow_lightning.model_card import model_card
 from dflow_lightning.relay import Relay
 from dflow_lightning.tap_fingerprint import tap_fingerprint
 from dflow_lightning.target import FrozenTarget
+from dflow_lightning.terminal import print_json
 
 KNOWN_NAMES = {"config.json", "model.safetensors", "relay", "README.md", "decode"}
 
@@ -49,6 +50,7 @@ def export_command(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     compile: bool = False,
     target: str | None = None,
+    json: bool = False,
 ) -> None:
     """Write the folder that SGLang, vLLM and `dflow-train decode` load.
 
@@ -61,6 +63,7 @@ def export_command(
         compile: add `decode/draft.pt2`, the draft step with relay compiled for this kind of device
             (`dflow-train decode --backend package`); about a minute.
         target: where the target is now, if not where it was trained with.
+        json: print one JSON object instead of a line.
     """
     check_replaceable(out)
     recipe = read_recipe(checkpoint)
@@ -88,10 +91,15 @@ def export_command(
         recipe=recipe,
     )
     size = sum(path.stat().st_size for path in out.rglob("*.safetensors"))
+    drafts = module.drafter.dims.block_size - 1
+    if json:
+        facts = {"out": str(out), "format": format, "dtype": dtype, "weight_bytes": size}
+        print_json(facts | {"relay": module.relay is not None, "num_speculative_tokens": drafts})
+        return
     relay = "with relay" if module.relay else "no relay"
     print(
         f"exported to {out}: {dtype}, {size / 1e6:.1f} MB, {relay}; "
-        f"num_speculative_tokens is {module.drafter.dims.block_size - 1}"
+        f"num_speculative_tokens is {drafts}"
     )
 
 

@@ -16,6 +16,7 @@ from jsonargparse import ActionConfigFile
 from lightning.pytorch import Trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dflow_lightning.arguments import spell_out
 from dflow_lightning.cli import INTERPOLATION, SECTIONS, RunParser
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.data.prepare_verify import read_on_policy
@@ -29,6 +30,7 @@ from dflow_lightning.plan_memory import GIB, PRECISIONS, RESERVE, Plan, Sharding
 from dflow_lightning.plan_work import Work
 from dflow_lightning.relay import RelayConfig
 from dflow_lightning.target import UNREADABLE, FrozenTarget
+from dflow_lightning.terminal import print_json
 
 GPUS = "Processes with one GPU each; by default trainer.devices, 1 where that is no number."
 TARGET_CONFIG = "The target's config.json or its folder, where the target is not at hand."
@@ -43,6 +45,10 @@ def run(args: Sequence[str]) -> int:
     """Print parameters, memory, work, steps and disk of a recipe; refuse what cannot fit."""
     recipe = parse(args)
     plan = make_plan(recipe)
+    if recipe.json:
+        print_json(numbers(plan))
+        plan.refuse_what_does_not_fit(recipe.gpu_memory)
+        return 0
     print("\n".join([*counts(plan), "", *memory_table(plan, recipe.gpu_memory), ""]))
     plan.refuse_what_does_not_fit(recipe.gpu_memory)
     print("\n".join([*work(plan), *steps(plan), *answers(plan), *hours(plan), *disk(plan)]))
@@ -51,6 +57,30 @@ def run(args: Sequence[str]) -> int:
 
         print("\n".join(["", *measured(plan)]))
     return 0
+
+
+def numbers(plan: Plan) -> dict[str, Any]:
+    """What the lines say, for a script; steps and rows are null where they are not known."""
+    total, epoch, rows = planned_steps(plan)
+    each = step_seconds(plan)
+    return {
+        "parameters": {
+            "target": count(plan.target.model),
+            "drafter": count(plan.drafter),
+            "relay": count(plan.relay),
+        },
+        "gpus": plan.gpus,
+        "gpu_memory_bytes": plan.memory(),
+        "cpu_memory_bytes": plan.cpu_memory,
+        "rows": rows,
+        "rows_per_step": plan.gpus * plan.rows * plan.recipe.trainer.accumulate_grad_batches,
+        "steps": total,
+        "steps_per_epoch": epoch,
+        "seconds_per_step": each,
+        "hours": None if total is None else total * each / 3600,
+        "checkpoint_bytes": plan.checkpoint(),
+        "checkpoints": max(0, plan.recipe.checkpoint.save_top_k) + 1,
+    }
 
 
 def parse(args: Sequence[str]) -> Any:
@@ -63,13 +93,14 @@ def parse(args: Sequence[str]) -> Any:
     parser.add_argument("--rows", type=int | None, default=None, help="Of data.train, if not here.")
     parser.add_argument("--gpu_tflops", type=float, default=125.0, help=TFLOPS)
     parser.add_argument("--measure", type=bool, default=False, help=MEASURE)
+    parser.add_argument("--json", type=bool, default=False, help="Print one JSON object instead.")
     sections: dict[str, Any] = {"model": DrafterModule, "data": ChatDataModule, "trainer": Trainer}
     for section, kind in (sections | SECTIONS).items():
         parser.add_lightning_class_args(kind, section)
-    for name in ("seed_everything", "run_dir", "ckpt_path"):
+    for name in ("seed_everything", "run_dir", "ckpt_path", "quiet"):
         parser.add_argument(f"--{name}", type=Any, default=None, help="Not used here.")
     parser.link_arguments("model.target.path", "data.tokenizer")
-    recipe = parser.parse_args(list(args))
+    recipe = parser.parse_args(spell_out(dict.fromkeys(("--measure", "--json"), bool), args))
     for name, unit in (("gpu_memory", "GiB"), ("gpu_tflops", "TFLOP/s")):
         if getattr(recipe, name) <= 0:
             raise InputError(f"{name} is {getattr(recipe, name):g}; give the {unit} of one GPU")

@@ -2,6 +2,8 @@
 
 import sqlite3
 import sys
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.turns import Supervise
 from dflow_lightning.errors import InputError
 from dflow_lightning.target import FrozenTarget
+from dflow_lightning.terminal import print_json
 
 
 def prepare_command(
@@ -61,6 +64,7 @@ def prepare_command(
     verify_rows: int = 256,
     min_agreement: float = 0.8,
     overwrite: bool = False,
+    json: bool = False,
 ) -> None:
     """Let the target answer prompts, and write tokens with a loss mask to train on.
 
@@ -99,10 +103,12 @@ def prepare_command(
         verify_rows: how many rows are compared.
         min_agreement: share of equal tokens below which regeneration is proposed.
         overwrite: replace a folder or an unfinished run that was made with other settings.
+        json: print one JSON object, the counts, instead of lines, which go to standard error.
     """
     if out.exists() and not is_prepared(out) and (out.is_file() or any(out.iterdir())):
         raise InputError(f"out: {out} is there and holds no prepared data; name another folder")
     check_writable(out / "manifest.json", "out")
+    spoken = redirect_stdout(sys.stderr) if json else nullcontext()
     frozen = None
     if data is not None:
         options = RowOptions(
@@ -163,13 +169,18 @@ def prepare_command(
                 "enable_thinking": thinking,
             },
         )
-        _run(preparation, overwrite)
+        with spoken:
+            _run(preparation, overwrite)
     elif not (verify and is_prepared(out)):
         raise InputError("data is missing: give --data")
-    _summary(out, read_manifest(out, "out"))
-    if verify:
-        frozen = frozen or _load(target, device, dtype)
-        report_on_policy(out, frozen, num_rows=verify_rows, min_agreement=min_agreement)
+    manifest, found = read_manifest(out, "out"), None
+    with spoken:
+        _summary(out, manifest)
+        if verify:
+            frozen = frozen or _load(target, device, dtype)
+            found = report_on_policy(out, frozen, num_rows=verify_rows, min_agreement=min_agreement)
+    if json:
+        print_json({"out": str(out), **manifest["counts"], "on_policy": found and asdict(found)})
 
 
 def _load(target: str, device: str, dtype: str) -> FrozenTarget:
