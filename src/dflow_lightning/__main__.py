@@ -10,7 +10,7 @@ from dflow_lightning.errors import InputError, RunError
 
 RUNS = {
     "fit": "train a drafter from a recipe",
-    "validate": "decode the validation prompts with a checkpoint, relay on and off",
+    "validate": "decode validation prompts with a checkpoint, relay on and off",
     "test": "the same on the test prompts",
     "plan": "say what a recipe needs before it is run",
     "doctor": "check this environment, and a recipe on one batch",
@@ -107,15 +107,25 @@ def dispatch(args: list[str]) -> int:
     return 0
 
 
+def complain(error: Exception) -> None:
+    """Print an error: one line, folded on a terminal."""
+    text = str(error)
+    if sys.stderr.isatty():
+        from dflow_lightning.terminal import labelled
+
+        text = labelled("error: ", text, sys.stderr).removeprefix("error: ")
+    print(f"error: {text}", file=sys.stderr)
+
+
 def outcome(args: list[str]) -> int:
     """The exit status of a command line; a user's mistake is printed as one line."""
     try:
         return dispatch(args)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

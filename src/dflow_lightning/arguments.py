@@ -117,9 +117,13 @@ class OneSentence:
 
     def format_help(self) -> str:
         """The help of the parser, and a command to try."""
-        text = super().format_help()  # type: ignore[misc]
+        for action in self._actions:  # type: ignore[attr-defined]
+            if get_origin(getattr(action, "_typehint", None)) is list:  # as `spell_out` takes it
+                action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
+                action.metavar = action.dest.rpartition(".")[2].upper()
+        text = "\n".join(line.rstrip() for line in super().format_help().splitlines())  # type: ignore[misc]
         name = self.prog.split()[-1]
-        return text + example(name) if name in EXAMPLES else text
+        return text + "\n" + (example(name) if name in EXAMPLES else "")
 
 
 def example(name: str) -> str:

@@ -55,8 +55,9 @@ def measured(plan: Plan) -> list[str]:
         rows = {"target weights": (kept[0], loaded - start)} | rows
     predicted_seconds = alone.rows * Work(alone).row / (plan.recipe.gpu_tflops * 1e12)
     rate = alone.rows * Work(alone).row / seconds[-1] / 1e12
+    title = f"two steps of {alone.rows} rows on one {device.type}"
     return [
-        f"two steps of {alone.rows} rows on one {device.type:<29}    predicted    measured",
+        f"{title:<52}{'predicted':>13}{'measured':>12}",
         *(
             f"  {name + ', GiB':<50}{a / GIB:>13.2f}{b / GIB:>12.2f}"
             for name, (a, b) in rows.items()

@@ -73,12 +73,13 @@ class RunBar(Progress):
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """One line, or two."""
-        text = self.tasks[0].fields["text"] if self.tasks else ""
-        counter = 2 + 5 + 2 * len(f"{(self.tasks[0].total or 0):.0f}") if self.tasks else 0
-        beside = len(text) + counter + SHORTEST_BAR <= self.console.width
-        task = TextColumn("{task.fields[text]}" if beside else "{task.percentage:>3.0f}%")
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), task)
-        self.columns = columns
+        if not self.tasks:
+            return
+        text, total = self.tasks[0].fields["text"], self.tasks[0].total
+        counter = len("step ") + 2 * len(f"{total or 0:.0f}") + len("/  ")
+        beside = counter + SHORTEST_BAR + len("  ") + len(text) <= self.console.width
+        end = TextColumn("{task.fields[text]}" if beside else "{task.percentage:>3.0f}%")
+        self.columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), end)
         yield self.make_tasks_table(self.tasks)
         if text and not beside:
             yield Text(text)
