@@ -83,7 +83,7 @@ def in_terminal(
     work: Callable[[], int],
     columns: int,
     *,
-    limit: float = 300.0,
+    limit: float = 600.0,
     keys: Callable[[Seen], bytes] = lambda _: b"",
 ) -> Seen:
     """Run a function in a child process on a terminal of so many columns and 24 lines.
@@ -123,7 +123,7 @@ def in_terminal(
     return seen
 
 
-def piped(work: Callable[[], int], *, limit: float = 300.0) -> tuple[int, str, str]:
+def piped(work: Callable[[], int], *, limit: float = 600.0) -> tuple[int, str, str]:
     """Run a function in a child process on two pipes; status, standard output, standard error."""
     pipes = [os.pipe(), os.pipe()]
     pid = os.fork()

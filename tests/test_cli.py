@@ -285,7 +285,9 @@ def test_what_a_person_sees_of_a_run(
     paper = displayed(terminal.getvalue(), columns)
     assert not paper.wide
     seen = "\n".join(paper.text_lines())
-    beside = r" +" if columns == 200 else r"[^\n]*100%\n"  # below the bar where there is no room
+    beside = (
+        r" +" if columns == 200 else r" +100%  0:00 left\n"
+    )  # below the bar where there is no room
     state = r"loss [\d.]+  tau( [\d.]+){3}  accepted \d+%  [\d,]+ tokens/s"
     assert re.search(rf"step 4/4 ━+{beside}{state}", seen), seen
     assert seen.index("validation: loss") < seen.index("step 4/4")  # tables above the bar

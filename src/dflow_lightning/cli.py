@@ -124,7 +124,9 @@ class TrainCLI(LightningCLI):
         if settings.trainer.enable_checkpointing is False:
             self._parser(self.subcommand).callback_keys.remove("checkpoint")
         kwargs["callbacks"] = [*as_list(settings.trainer.callbacks), GracefulStop(self._signals)]
-        if settings.trainer.enable_progress_bar is not False and not settings.quiet:
+        if settings.quiet:
+            kwargs["enable_progress_bar"] = False
+        elif settings.trainer.enable_progress_bar is not False:
             kwargs["callbacks"].append(RunProgress())
         if self.subcommand == "fit" and self._settings.data.validation is None:
             kwargs["limit_val_batches"] = 0

@@ -75,14 +75,20 @@ class RunBar(Progress):
         """One line, or two."""
         if not self.tasks:
             return
-        text, total = self.tasks[0].fields["text"], self.tasks[0].total
+        fields, total = self.tasks[0].fields, self.tasks[0].total
         counter = len("step ") + 2 * len(f"{total or 0:.0f}") + len("/  ")
-        beside = counter + SHORTEST_BAR + len("  ") + len(text) <= self.console.width
-        end = TextColumn("{task.fields[text]}" if beside else "{task.percentage:>3.0f}%")
-        self.columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), end)
+        whole = f"{fields['text']}  {fields['left']}".rstrip()
+        beside = counter + SHORTEST_BAR + len("  ") + len(whole) <= self.console.width
+        end = (
+            "{task.fields[text]}  {task.fields[left]}"
+            if beside
+            else ("{task.percentage:.0f}%  {task.fields[left]}")
+        )
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None))
+        self.columns = (*columns, TextColumn(end))
         yield self.make_tasks_table(self.tasks)
-        if text and not beside:
-            yield Text(text)
+        if fields["text"] and not beside:
+            yield Text(fields["text"])
 
 
 class RunProgress(ProgressBar):
@@ -101,6 +107,7 @@ class RunProgress(ProgressBar):
         self._planned = False
         self._estimated = False
         self._began = self._shown = 0.0
+        self._text = ""  # beside the bar
         self._total: int | None = None
 
     def disable(self) -> None:
@@ -142,7 +149,9 @@ class RunProgress(ProgressBar):
         self._began = self._shown = time.perf_counter()
         if self._enabled and is_live(sys.stdout):
             self._bar = bar(stream=sys.stdout, kind=RunBar)
-            self._bar.add_task("train", total=self._total, completed=trainer.global_step, text="")
+            self._bar.add_task(
+                "train", total=self._total, completed=trainer.global_step, text="", left=""
+            )
             self._write(self._bar.start)
 
     def _plan(self, trainer: Trainer, module: LightningModule) -> None:
@@ -180,10 +189,8 @@ class RunProgress(ProgressBar):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Says what the training waits for."""
-        if self._bar:
-            task = self._bar.tasks[0]
-            text = "validation: " + str(task.fields["text"])
-            self._write(lambda: self._bar and self._bar.update(task.id, text=text))
+        if self._bar and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._put("validation: " + self._text)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the table of decoded tau, and the best so far."""
@@ -191,6 +198,8 @@ class RunProgress(ProgressBar):
             return
         step, metrics = trainer.global_step, trainer.callback_metrics
         self._speed.resume()
+        if self._bar:
+            self._put(self._text)
         found = decoded(metrics, "val")
         loss = f"loss {float(metrics['val/loss']):.3f}" if "val/loss" in metrics else "no loss"
         title = f"step {step:,} validation: {loss}"
@@ -231,20 +240,29 @@ class RunProgress(ProgressBar):
             f"until {when}, validations come on top"
         )
 
+    def _put(self, text: str, **fields: Any) -> None:
+        """Draw the bar with another text."""
+        running = self._bar
+        if running:
+            self._write(lambda: running.update(running.task_ids[0], text=text, **fields))
+
     def _show(self, trainer: Trainer, module: Any, step: int, total: int | None) -> None:
         parts = [*measured(trainer.callback_metrics, module)]
         parts.append(f"{self._speed.tokens_per_second:,.0f} tokens/s")
         parts.append(peak_memory(trainer))
+        left = ""
         if total:
-            left = self._speed.remaining((total - step) * trainer.accumulate_grad_batches)
-            parts.append(f"{clock(left)} left" if self._bar else f"eta {clock(left)}")
+            seconds = self._speed.remaining((total - step) * trainer.accumulate_grad_batches)
+            left = clock(seconds)
         text = "  ".join(parts)
         self._shown = time.perf_counter()
         if self._bar:
-            shown, task = self._bar, self._bar.task_ids[0]
-            self._write(lambda: shown.update(task, completed=step, text=text))
+            self._text = text
+            self._put(text, completed=step, left=left and f"{left} left")
+        elif left:
+            self.print(f"step {step}/{total}  {text}  eta {left}")
         else:
-            self.print(f"step {step}{f'/{total}' if total else ''}  {text}")
+            self.print(f"step {step}  {text}")
 
 
 def measured(metrics: dict[str, Any], module: Any) -> list[str]:

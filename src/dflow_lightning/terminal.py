@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -106,9 +107,9 @@ def command(label: str, words: Sequence[str], width: int | None = None) -> str:
     room = width - len(label) - len(" \\")
     lines, quoted = [""], [shlex.quote(word) for word in words]
     while quoted:
-        # An option stays beside its value.
-        paired = quoted[0].startswith("-") and len(quoted) > 1 and not quoted[1].startswith("-")
-        part = " ".join(quoted[: 1 + paired])
+        pair = " ".join(quoted[:2])  # an option stays beside its value where there is room
+        paired = len(quoted) > 1 and quoted[0].startswith("-") and len(pair) + 2 <= room
+        part = pair if paired else quoted[0]
         quoted = quoted[1 + paired :]
         if lines[-1] and len(lines[-1]) + 1 + len(part) > room:
             lines.append("  " + part)
@@ -133,6 +134,11 @@ def reader_has_gone() -> bool:
     return False
 
 
+class _Nowhere(StringIO):
+    def write(self, text: str) -> int:
+        return len(text)
+
+
 def hush(stream: TextIO) -> None:
     """Whatever is printed to the stream from now on is dropped, at the interpreter's end too."""
     with suppress(OSError, ValueError):
@@ -141,7 +147,7 @@ def hush(stream: TextIO) -> None:
         os.close(nowhere)
         return
     name = "stdout" if stream is sys.stdout else "stderr"  # a stream without a file behind it
-    setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - lives as long as the process
+    setattr(sys, name, _Nowhere())
 
 
 def shielded(write: Callable[[], Any]) -> bool:
