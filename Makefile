@@ -55,6 +55,9 @@ fmt: env ## format and mend what ruff can mend
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+captures: env ## every command on terminals of 80 and 200 columns, in a pipe, as JSON, and on Ctrl-C (5 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/captures.py
+
 compare: env ## DFlash, DFlash+SC and DFlow, three seeds each, with the fairness rows
 	$(BIN)/python scripts/compare.py
 

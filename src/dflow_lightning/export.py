@@ -37,7 +37,7 @@ from dflow_lightning.model_card import model_card
 from dflow_lightning.relay import Relay
 from dflow_lightning.tap_fingerprint import tap_fingerprint
 from dflow_lightning.target import FrozenTarget
-from dflow_lightning.terminal import print_json
+from dflow_lightning.terminal import labelled, print_json
 
 KNOWN_NAMES = {"config.json", "model.safetensors", "relay", "README.md", "decode"}
 
@@ -97,10 +97,8 @@ def export_command(
         print_json(facts | {"relay": module.relay is not None, "num_speculative_tokens": drafts})
         return
     relay = "with relay" if module.relay else "no relay"
-    print(
-        f"exported to {out}: {dtype}, {size / 1e6:.1f} MB, {relay}; "
-        f"num_speculative_tokens is {drafts}"
-    )
+    said = f"{dtype}, {size / 1e6:.1f} MB, {relay}; num_speculative_tokens is {drafts}"
+    print(labelled("", f"exported to {out}: {said}"))
 
 
 def read_recipe(checkpoint: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.module import DrafterModule
-from dflow_lightning.plan_memory import GIB, PRECISIONS, RESERVE, Plan, Sharding, count
+from dflow_lightning.plan_memory import GIB, PRECISIONS, RESERVE, Plan, Sharding, amount, count
 from dflow_lightning.plan_work import Work
 from dflow_lightning.relay import RelayConfig
 from dflow_lightning.target import UNREADABLE, FrozenTarget
@@ -189,7 +189,7 @@ def memory_table(plan: Plan, gpu_memory: float) -> list[str]:
     parts = plan.memory() | {"kept free (CUDA, NCCL, fragments)": int(gpu_memory * RESERVE * GIB)}
     return [
         "memory per GPU, GiB, at the longest rows (predicted, not measured)",
-        *(f"  {part:<56}{size / GIB:>18.2f}" for part, size in parts.items()),
+        *(f"  {part:<56}{amount(size / GIB):>18}" for part, size in parts.items()),
         f"  {f'total, of {gpu_memory:g}':<56}{sum(parts.values()) / GIB:>18.2f}",
         *([f"  {'CPU memory of all processes':<56}{plan.cpu_memory / GIB:>18.2f}"]
           if plan.cpu_memory else []),
@@ -207,7 +207,7 @@ def work(plan: Plan) -> list[str]:
         f"step     {rows} rows: {plan.gpus} GPUs x {plan.rows} x {accumulate} accumulated",
         f"  target   up to {clean:,} tokens, with rollouts {clean + verified:,}",
         f"  drafter  {rows * plan.slots:,} slots",
-        f"  work     {rows * found.row / 1e15:.2f} PFLOP: {shares}",
+        f"  work     {amount(rows * found.row / 1e15)} PFLOP: {shares}",
     ]
 
 
@@ -222,11 +222,11 @@ def hours(plan: Plan) -> list[str]:
     each, total = step_seconds(plan), planned_steps(plan)[0]
     rows = plan.gpus * plan.rows * plan.recipe.trainer.accumulate_grad_batches
     if total is None:
-        length = f"{1e6 / rows * each / 3600:.1f} for a million rows"
+        length = f"{amount(1e6 / rows * each / 3600, 1)} for a million rows"
     else:
-        length = f"at most {total * each / 3600:.1f}"
+        length = f"at most {amount(total * each / 3600, 1)}"
     return [
-        f"hours    {length}, {each:.2f} s a step,",
+        f"hours    {length}, {amount(each)} s a step,",
         f"           at {plan.recipe.gpu_tflops:g} TFLOP/s a GPU (--gpu_tflops)",
     ]
 
@@ -311,8 +311,8 @@ def disk(plan: Plan) -> list[str]:
     tokens = rows * plan.recipe.data.max_length
     cache = tokens * plan.drafter.fc.in_features * plan.target_bytes / 1e12
     return [
-        f"disk     {(files + 1) * size:.2f} GB: {files} checkpoints of {size:.2f}, one more while "
-        "written",
-        f"  export   {plan.trained * 2 / 1e9:.2f} GB in bfloat16",
-        f"  cache    none; features of {rows:,} rows would take up to {cache:.2f} TB",
+        f"disk     {amount((files + 1) * size)} GB: {files} checkpoints of {amount(size)}, one more "
+        "while written",
+        f"  export   {amount(plan.trained * 2 / 1e9)} GB in bfloat16",
+        f"  cache    none; features of {rows:,} rows would take up to {amount(cache)} TB",
     ]

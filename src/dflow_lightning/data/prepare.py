@@ -29,7 +29,7 @@ from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.turns import Supervise
 from dflow_lightning.errors import InputError
 from dflow_lightning.target import FrozenTarget
-from dflow_lightning.terminal import print_json
+from dflow_lightning.terminal import labelled, print_json
 
 
 def prepare_command(
@@ -192,7 +192,7 @@ def _load(target: str, device: str, dtype: str) -> FrozenTarget:
 def _run(preparation: Preparation, overwrite: bool) -> None:
     """Prepare, or find that it is done; what is finished outlives any interruption."""
     if preparation.is_done(overwrite):
-        print(f"{preparation.out} is prepared already, with these settings")
+        print(labelled("", f"{preparation.out} is prepared already, with these settings"))
         return
     try:
         preparation.run(overwrite)
@@ -202,21 +202,20 @@ def _run(preparation: Preparation, overwrite: bool) -> None:
             "run the same command again"
         ) from error
     except KeyboardInterrupt:
-        print(
-            f"\nwhat is answered is kept in {preparation.partial}; the same command goes on",
-            file=sys.stderr,
-        )
+        said = f"what is answered is kept in {preparation.partial}; the same command goes on"
+        print(labelled("", said, sys.stderr), file=sys.stderr)
         raise
 
 
 def _summary(out: Path, manifest: dict[str, Any]) -> None:
     """What is in the folder, and what is not."""
     counts = manifest["counts"]
-    print(
-        f"{out}: {counts['rows']:,} rows of {counts['source_rows']:,} in the source, "
+    found = (
+        f"{counts['rows']:,} rows of {counts['source_rows']:,} in the source, "
         f"{counts['tokens']:,} tokens, {counts['supervised_tokens']:,} supervised, "
         f"{counts['anchors']:,} anchor candidates"
     )
+    print(labelled("", f"{out}: {found}"))
     notes = {
         "unfinished": "end without an end token, where the answer's limit was reached",
         "cut": "conversations end before their last turn",
@@ -224,14 +223,12 @@ def _summary(out: Path, manifest: dict[str, Any]) -> None:
         "from_text": "conversations have tokens made from text, since the server returned no ids",
     }
     if manifest["target"]["weights"] is None:
-        print(
-            "  no fingerprint of the target's weights in the manifest: they were not loaded here;\n"
-            "  --verify compares the answers with them"
-        )
+        note = "no fingerprint of the target's weights in the manifest: they were not loaded here; "
+        print(labelled("  ", note + "--verify compares the answers with them"))
     for name, note in notes.items():
         if counts[name]:
-            print(f"  {counts[name]:,} {note}")
+            print(labelled("  ", f"{counts[name]:,} {note}"))
     for reason, count in counts["rejects"].items():
-        print(f"  rejected {count:,}: {reason}")
+        print(labelled("  ", f"rejected {count:,}: {reason}"))
     if counts["rejects"]:
-        print(f"  all with their lines in {out / 'rejects.jsonl'}")
+        print(labelled("  ", f"all with their lines in {out / 'rejects.jsonl'}"))
