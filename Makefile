@@ -48,6 +48,9 @@ fmt: env ## format and mend what ruff can mend
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+captures: env ## every command on terminals of 80 and 200 columns, in a pipe, as JSON, and on Ctrl-C (5 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/captures.py
+
 compare: env ## every method, three seeds each: the results table (hours; goes on where it stopped)
 	$(BIN)/python scripts/compare.py
 	$(BIN)/python scripts/compare.py --cost

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dflow_lightning.arguments import spell_out
+from dflow_lightning.arguments import option_types, spell_out
 from dflow_lightning.bench import FORMAT, BenchSettings, bench, bench_command
 from dflow_lightning.bench_row import (
     Decoded,
@@ -486,7 +486,9 @@ def test_the_place_of_the_json_is_checked_first(folders):
         (["--quiet", "--seed", "3"], ["--quiet=true", "--seed", "3"]),
         (["--quiet", "false"], ["--quiet", "false"]),
         (["--quiet=false", "--json", "x"], ["--quiet=false", "--json", "x"]),
+        (["--json", "--quiet"], ["--json=-", "--quiet=true"]),
+        (["--quiet", "--json"], ["--quiet=true", "--json=-"]),
     ],
 )
 def test_options_as_people_write_them(typed, expected):
-    assert spell_out(bench_command, typed) == expected
+    assert spell_out(option_types(bench_command), typed) == expected

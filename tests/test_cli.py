@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from pseudo_terminal import displayed
 
 from dflow_lightning import __main__ as entry
 from dflow_lightning.arguments import explain, nearest
@@ -74,6 +75,7 @@ def test_every_tool_prints_its_options(tool: str, launch: "Launcher") -> None:
     done = launch(tool, "--help")
     assert done.status == 0
     assert f"dflow-train [options] {tool}" in done.out
+    assert f"\nexample:\n  dflow-train {tool} -" in done.out
 
 
 def test_tool_errors_are_one_sentence(launch: "Launcher") -> None:
@@ -152,19 +154,22 @@ def test_plain_output_checkpoints_and_recipe(
     assert "\x1b" not in done.out + done.err
     assert "\r" not in done.out + done.err
     assert done.err == ""
-    lines = done.out.splitlines()
-    assert lines[0].startswith("target ")
-    assert "relay" in lines[0]
-    assert "4 steps" in lines[1]
-    assert lines[2] == "run folder runs/small"
-    assert re.search(
-        r"^step 2/4  loss [\d.]+  tau( [\d.]+){3}  [\d,]+ tokens/s  eta \d+:\d\d$", done.out, re.M
-    )
-    decoded = (
-        r"^step 4 decoded: tau [\d.]+ \(relay off [\d.]+\); chat [\d.]+, code [\d.]+, math [\d.]+$"
-    )
-    assert re.search(decoded, done.out, re.M)
-    assert "best val/tau" in done.out
+    for line in (
+        r"train       DFlow: .+",
+        r"drafter     trained parameters: drafter [\d,]+, relay [\d,]+; 1 layer, block size 4, .+",
+        r"data        .+train.jsonl: 24 rows, [\d,]+ tokens",
+        r"validation  every 2 steps: loss, and 1 prompt of each family decoded, relay on and off",
+        r"steps       4 \(0.7 epochs\); 4 rows a step",
+        r"folder      runs/small, a new run",
+        r"step 4/4  loss [\d.]+  tau( [\d.]+){3}  accepted \d+%  [\d,]+ tokens/s  mem [\d.]+ GiB  "
+        r"eta 0:00",
+        r"step 4 validation: loss [\d.]+, tau of decoded prompts",
+        *(rf"{family} +[\d.]+ +[\d.]+ +[+-][\d.]+% +[\d.]+ (now|at step 2)"
+          for family in ("chat", "code", "math", "all")),
+        r"  best val/tau  [\d.]+",
+    ):  # fmt: skip
+        assert re.search(f"^{line}$", done.out, re.M), line
+    assert not re.search(" $", done.out, re.M)
     assert "export --checkpoint runs/small/checkpoints/best.ckpt" in done.out
 
     folder = launch.folder / "runs/small"
@@ -175,7 +180,7 @@ def test_plain_output_checkpoints_and_recipe(
     # The saved recipe is a recipe: rerun, it makes a new run with the same numbers.
     again = launch("fit", "--config", folder / "config.yaml")
     assert again.status == 0, again.err
-    assert "run folder runs/small-2" in again.out
+    assert "folder      runs/small-2, a new run" in again.out
     first = weights(launch.folder / "runs/small/checkpoints/last.ckpt")
     second = weights(launch.folder / "runs/small-2/checkpoints/last.ckpt")
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -196,6 +201,7 @@ def test_resume_is_exact_and_refuses_another_recipe(
     assert "was trained with model.optimizer.lr = 0.0006, this command says 0.5" in refused.err
     resumed = launch(*fit, "--run_dir=half", "--ckpt_path=last", "--validation.max_new_tokens=6")
     assert resumed.status == 0, resumed.err
+    assert "folder      half, resumed from half/checkpoints/last.ckpt at step 2" in resumed.out
     assert "finished at step 4" in resumed.out
     whole = weights(launch.folder / "whole/checkpoints/last.ckpt")
     half = weights(launch.folder / "half/checkpoints/last.ckpt")
@@ -213,7 +219,9 @@ def test_checkpoint_never_overrides_the_command_line(
     assert "block_size is 8 but the checkpoint has 4" in done.err
     tested = launch("test", *options, "--ckpt_path=best")
     assert tested.status == 0, tested.err
-    assert re.search(r"^decoded: tau [\d.]+ \(relay off", tested.out, re.M)
+    assert re.search(
+        r"^tau of decoded test prompts$.*^all +[\d.]+ +[\d.]+ ", tested.out, re.M | re.S
+    )
     validated = launch("validate", *options, "--ckpt_path=runs/small/checkpoints/last.ckpt")
     assert validated.status == 0, validated.err
     assert not (launch.folder / "runs/small-2").exists()
@@ -253,20 +261,61 @@ def test_without_validation_data_the_last_checkpoint_counts(
     assert "checkpoint    runs/small/checkpoints/last.ckpt" in done.out
 
 
-def test_bar_on_a_terminal(
-    launch: "Launcher", recipe: Path, run_options: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    """A terminal for what is printed; its width is that of COLUMNS."""
 
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_what_a_person_sees_of_a_run(
+    columns: int,
+    launch: "Launcher",
+    recipe: Path,
+    run_options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    for name, value in {"TERM": "xterm-256color", "COLUMNS": "120"}.items():
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": str(columns)}.items():
         monkeypatch.setenv(name, value)
     assert launch("fit", "--config", recipe, *run_options).status == 0
     assert "\x1b[" in terminal.getvalue()
-    assert re.search(r"4/4.*loss.*tau.*tokens/s", terminal.getvalue())
+    paper = displayed(terminal.getvalue(), columns)
+    assert not paper.wide
+    seen = "\n".join(paper.text_lines())
+    beside = (
+        r" +" if columns == 200 else r" +100%  0:00 left\n"
+    )  # below the bar where there is no room
+    state = r"loss [\d.]+  tau( [\d.]+){3}  accepted \d+%  [\d,]+ tokens/s"
+    assert re.search(rf"step 4/4 ━+{beside}{state}", seen), seen
+    assert seen.index("validation: loss") < seen.index("step 4/4")  # tables above the bar
+
+
+def test_quiet_prints_nothing(launch: "Launcher", recipe: Path, run_options: list[str]) -> None:
+    done = launch("fit", "--config", recipe, *run_options, "--quiet")
+    assert (done.status, done.out, done.err) == (0, "", "")
+
+
+class Gone(io.StringIO):
+    """A pipe whose reader leaves after the first line."""
+
+    def write(self, text: str) -> int:
+        if "\n" in self.getvalue():
+            raise BrokenPipeError(32, "Broken pipe")
+        return super().write(text)
+
+
+def test_a_run_outlives_its_reader(
+    launch: "Launcher", recipe: Path, run_options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Gone())
+    done = launch("fit", "--config", recipe, *run_options)
+    assert done.status == 0
+    assert done.err == "standard output is gone (Broken pipe); the run goes on without it\n"
+    last = torch.load(launch.folder / "runs/small/checkpoints/last.ckpt", weights_only=True)
+    assert last["global_step"] == 4
 
 
 def test_interrupt_ends_with_130(

@@ -10,7 +10,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
-    {"errors", "atomic", "checks", "embedded", "fingerprint", "stopwatch"},
+    {"errors", "atomic", "checks", "embedded", "fingerprint", "stopwatch", "terminal"},
     {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics", "soft_targets"},
     {"target", "dims", "drafter", "relay", "carryover", "causal_head", "eagle3"},
     {
@@ -19,7 +19,8 @@ LAYERS = [
     },
     {"module", "eagle3_module", "optimizer", "trained", "training_module"},
     {
-        *("validation", "progress", "strategy", "ranks", "samples", "plots"),
+        *("validation", "strategy", "ranks", "samples", "plots"),
+        *("progress", "progress_plan", "progress_table"),
         *("tracking", "tracking_journal", "tracking_store", "tracking_sender"),
         *("tracking_logger", "tracking_delivery"),
         *("provenance", "meters"),
@@ -33,7 +34,7 @@ LAYERS = [
         *("serving", "validate_export"),
     },
     {
-        *("demo", "recipe_base", "training_run"),
+        *("completion", "demo", "recipe_base", "training_run"),
         *("arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"),
         *(
             "doctor",

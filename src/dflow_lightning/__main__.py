@@ -1,17 +1,20 @@
 """`dflow-train`: one command for training and for the tools around it."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from io import TextIOWrapper
+from signal import SIG_DFL, SIGINT, signal
 
 from dflow_lightning.errors import InputError, RunError
 
 RUNS = {
     "fit": "train a drafter from a recipe",
-    "validate": "decode the validation prompts with a checkpoint, relay on and off",
+    "validate": "decode validation prompts with a checkpoint, relay on and off",
     "test": "the same on the test prompts",
     "plan": "say what a recipe needs before it is run",
     "doctor": "check this environment, and a recipe on one batch",
+    "completion": "print a script that completes commands, options and paths",
 }
 TOOLS = {
     "init": (
@@ -66,21 +69,17 @@ def usage() -> str:
     )
 
 
-def run_tool(name: str, args: list[str]) -> None:
-    """Calls a tool's typed function with parsed arguments; only this tool is imported."""
-    from jsonargparse import auto_cli
-
-    from dflow_lightning.arguments import ToolParser, spell_out
-
+def load_tool(name: str) -> Callable[..., None]:
+    """A tool's typed function; only its module is imported."""
     module, _, function = TOOLS[name][0].partition(":")
-    tool = getattr(import_module(module), function)
-    auto_cli(
-        {name: tool},
-        args=spell_out(tool, args),
-        as_positional=False,
-        parser_class=ToolParser,
-        prog="dflow-train",
-    )
+    return getattr(import_module(module), function)
+
+
+def run_tool(name: str, args: list[str]) -> None:
+    """Calls a tool's typed function with parsed arguments."""
+    from dflow_lightning.arguments import call_tool
+
+    call_tool(name, load_tool(name), args)
 
 
 def dispatch(args: list[str]) -> int:
@@ -91,6 +90,10 @@ def dispatch(args: list[str]) -> int:
     command = args[0]
     if command in TOOLS:
         run_tool(command, args)
+    elif command == "completion":
+        from dflow_lightning.completion import run as completion
+
+        return completion(args[1:])
     elif command == "plan":
         from dflow_lightning.plan import run as plan
 
@@ -113,25 +116,57 @@ def dispatch(args: list[str]) -> int:
     return 0
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns its exit status.
+def complain(error: Exception) -> None:
+    """Print an error: one line, folded on a terminal."""
+    text = str(error)
+    if sys.stderr.isatty():
+        from dflow_lightning.terminal import labelled
 
-    0, 2 for a user's mistake, 1 for a run that could not go on, 130 on Ctrl-C, 143 on SIGTERM. Any
-    other exception is a defect and keeps its traceback (status 1).
-    """
+        text = labelled("error: ", text, sys.stderr).removeprefix("error: ")
+    print(f"error: {text}", file=sys.stderr)
+
+
+def outcome(args: list[str]) -> int:
+    """The exit status of a command line; a user's mistake is printed as one line."""
     try:
-        return dispatch(list(sys.argv[1:] if args is None else args))
+        return dispatch(args)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except SystemExit as stop:  # argparse leaves this way, after --help for one
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns its exit status.
+
+    0, 2 for a user's mistake, 1 for a run that could not go on, 130 on Ctrl-C, 143 on SIGTERM, 141
+    where nobody reads the output any more (`| head`). Any other exception is a defect and keeps its
+    traceback (status 1).
+    """
+    for stream in (sys.stdout, sys.stderr):  # where a character cannot be written, its code is
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status = outcome(list(sys.argv[1:] if args is None else args))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        from dflow_lightning.terminal import hush, reader_has_gone
+
+        if not reader_has_gone():  # it was of another connection
+            raise
+        hush(sys.stdout)
+        hush(sys.stderr)
+        return 141
+    if status == 130 and args is None:
+        signal(SIGINT, SIG_DFL)  # pressed again, it ends the process, which has nothing left to do
+    return status
 
 
 if __name__ == "__main__":

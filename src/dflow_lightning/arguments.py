@@ -1,16 +1,38 @@
-"""Argument errors in one sentence, with the nearest key that exists."""
+"""Arguments as people write them, help with an example, and errors in one sentence."""
 
 import difflib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import jsonargparse
 
 from dflow_lightning.errors import InputError
+from dflow_lightning.terminal import PLAIN_WIDTH, command
+
+TINY = "--target data/tiny-qwen3"
+RUN = "runs/tiny-dflow"
+EXAMPLES = {
+    "fit": "--config recipes/tiny-dflow.yaml --trainer.max_steps 3000",
+    "validate": "--config recipes/tiny-dflow.yaml --ckpt_path best",
+    "test": "--config recipes/tiny-dflow.yaml --ckpt_path best",
+    "plan": "--config recipes/tiny-dflow.yaml --gpus 1",
+    "doctor": "--config recipes/tiny-dflow.yaml",
+    "prepare": f"--data data/tiny-qwen3/prompts/test.jsonl {TINY} --out data/test --limit 8",
+    "inspect": f"--data data/tiny-qwen3/prompts/train.jsonl --row 3 {TINY}",
+    "export": f"--checkpoint {RUN}/checkpoints/best.ckpt --out {RUN}/export",
+    "validate-export": f"--drafter data/tiny-drafters/dflow {TINY}",
+    "serve-check": f"--export data/tiny-drafters/dflow {TINY}",
+    "decode": f"{TINY} --drafter data/tiny-drafters/dflow --prompt 'What is 17 + 4?'",
+    "bench": f"{TINY} --drafter data/tiny-drafters/dflow --suite tiny --per_family 4",
+    "report": "--bench runs/bench.json --out runs/report.html",
+    "replay": f"--file {RUN}/nonfinite/step47-rank0.pt",
+    "ui": f"--run {RUN}",
+}
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
@@ -40,25 +62,36 @@ def explain(message: str, known: Iterable[str]) -> str:
     return " ".join(message.split())
 
 
-def spell_out(tool: Callable, args: Sequence[str]) -> list[str]:
+def option_types(tool: Callable[..., Any]) -> dict[str, Any]:
+    """The type of each option of a tool; strings, as annotations may be, are resolved."""
+    hints = get_type_hints(tool)
+    return {f"--{name}": hints.get(name, Any) for name in inspect.signature(tool).parameters}
+
+
+def spell_out(types: Mapping[str, Any], args: Sequence[str]) -> list[str]:
     """Options as people write them, in the form that the parser reads.
 
     `--drafter A --drafter B` and `--temperature 0,1` become one JSON list each (paths are never cut
-    at commas), and `--quiet` becomes `--quiet=true`. Which is which stands in the tool's signature.
+    at commas), `--quiet` becomes `--quiet=true`, and `--json` without a file is `--json=-`.
+
+    Args:
+        types: of the options that this is about.
     """
-    annotations = {f"--{p.name}": p.annotation for p in inspect.signature(tool).parameters.values()}
     kept: list[str] = []
     lists: dict[str, list[str]] = {}
     rest = list(args)
     while rest:
         option, equals, value = rest.pop(0).partition("=")
-        annotation = annotations.get(option)
-        if annotation is bool and not equals and rest[:1] not in (["true"], ["false"]):
+        kind = types.get(option)
+        kinds, alone = (kind, *get_args(kind)), not rest or rest[0].startswith("--")
+        if bool in kinds and not equals and rest[:1] not in (["true"], ["false"]):
             kept.append(f"{option}=true")
-        elif get_origin(annotation) is list:
+        elif option == "--json" and Path in kinds and not equals and alone:
+            kept.append(f"{option}=-")
+        elif get_origin(kind) is list:
             if not equals and rest:
                 value = rest.pop(0)
-            texts = get_args(annotation) in ((Path,), (str,))
+            texts = get_args(kind) in ((Path,), (str,))
             items = [value.strip("[]")] if value.startswith("[") else None
             lists.setdefault(option, []).extend(
                 items or ([json.dumps(value)] if texts else value.split(","))
@@ -69,7 +102,12 @@ def spell_out(tool: Callable, args: Sequence[str]) -> list[str]:
 
 
 class OneSentence:
-    """Mix-in for parsers: a complaint becomes an `InputError` instead of usage and exit."""
+    """Mix-in for parsers: a complaint becomes an `InputError` instead of usage and exit.
+
+    Their help ends with an example.
+    """
+
+    prog: str
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Called by argparse and jsonargparse for every mistake on the command line."""
@@ -77,6 +115,33 @@ class OneSentence:
         known = parser.get_defaults(skip_validation=True).keys()
         raise InputError(explain(message, known)) from ex
 
+    def format_help(self) -> str:
+        """The help of the parser, and a command to try."""
+        for action in self._actions:  # type: ignore[attr-defined]
+            if get_origin(getattr(action, "_typehint", None)) is list:  # as `spell_out` takes it
+                action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
+                action.metavar = action.dest.rpartition(".")[2].upper()
+        text = "\n".join(line.rstrip() for line in super().format_help().splitlines())  # type: ignore[misc]
+        name = self.prog.split()[-1]
+        return text + "\n" + (example(name) if name in EXAMPLES else "")
 
-class ToolParser(OneSentence, jsonargparse.ArgumentParser):
+
+def example(name: str) -> str:
+    """The last lines of a command's help."""
+    words = ["dflow-train", name, *shlex.split(EXAMPLES[name])]
+    return f"\nexample:\n{command('  ', words, PLAIN_WIDTH)}\n"
+
+
+class ToolParser(OneSentence, jsonargparse.ArgumentParser):  # type: ignore[misc]
     """The parser of the tools."""
+
+
+def call_tool(name: str, tool: Callable[..., None], args: Sequence[str]) -> None:
+    """Parse a tool's command line, its name first, and call it."""
+    jsonargparse.auto_cli(
+        {name: tool},
+        args=spell_out(option_types(tool), args),
+        as_positional=False,
+        parser_class=ToolParser,
+        prog="dflow-train",
+    )

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
 from dflow_lightning import atomic
@@ -27,6 +26,7 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.measure import BenchResult, BenchSettings, RelayChoice, bench, num_steps
 from dflow_lightning.overlap import check_overlap, measure_overlap
 from dflow_lightning.target import FrozenTarget
+from dflow_lightning.terminal import STDOUT, bar, is_live, print_json, screen
 
 __all__ = ["BenchResult", "BenchSettings", "Row", "bench", "bench_command"]
 FORMAT = 2  # of the JSON file; 1 had no number, no joint histograms and no overlap
@@ -67,7 +67,8 @@ def bench_command(
         thinking: let the target think first, where its chat template knows how.
         max_new_tokens: upper limit of an answer.
         relay: how drafters that have a relay are measured.
-        json: also write the rows and the environment to this file.
+        json: also write the rows and the environment to this file; without a name (or as `-`) to
+            standard output, and the tables to standard error.
         concurrency: requests in flight at the same time, one number or more, separated by commas.
         acceptance: `match` accepts a draft that the target chooses; `rejection` is rejection
             sampling, whose answers above temperature 0 cannot be compared with the plain ones.
@@ -99,11 +100,12 @@ def bench_command(
     decoders = {str(one): SpeculativeDecoder.from_export(one, frozen) for one in drafter}
     if overlap:
         check_overlap(decoders, settings)
-    if json is not None:
+    paper = sys.stderr if json == STDOUT else sys.stdout
+    if json is not None and json != STDOUT:
         atomic.check_writable(json, "json")
     asked = read_suite(choice, frozen, next(iter(decoders.values())))
     if not quiet:
-        print("\n".join(asked.lines()), flush=True)
+        print("\n".join(asked.lines()), file=paper, flush=True)
     result = bench_shown(decoders, asked.prompts, settings, quiet)
     paired = measure_overlap(decoders, asked.prompts, settings) if overlap else []
     if json is not None:
@@ -115,10 +117,13 @@ def bench_command(
             "overlap": [asdict(one) for one in paired],
             "environment": about,
         }
-        atomic.write_text(json, jsonlib.dumps(content, indent=1) + "\n")
-    show(result.rows)
-    show_overlap(paired)
-    if json is not None:
+        if json == STDOUT:
+            print_json(content)
+        else:
+            atomic.write_text(json, jsonlib.dumps(content, indent=1) + "\n")
+    show(result.rows, screen(paper))
+    show_overlap(paired, screen(paper))
+    if json is not None and json != STDOUT:
         print(f"rows and environment written to {json}")
     if any(row.lossless is False for row in result.rows):
         print("NOT LOSSLESS: answers differ from plain decoding (see above)", file=sys.stderr)
@@ -132,19 +137,23 @@ def bench_shown(
     quiet: bool,
 ) -> BenchResult:
     """`bench` with a bar on a terminal, and a line per family in a log."""
-    errors = Console(stderr=True)
     shown = ""
-    with Progress(console=errors, disable=quiet or not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=num_steps(prompts, settings))
+    if quiet or not is_live(sys.stderr):
 
-        def progress(description: str) -> None:
+        def told(description: str) -> None:
             nonlocal shown
-            bar.update(task, description=description, advance=1)
-            if bar.disable and not quiet and description != shown:
+            if not quiet and description != shown:
                 print(f"decoding {description}", file=sys.stderr, flush=True)
             shown = description
 
-        return bench(decoders, prompts, settings, progress=progress)
+        return bench(decoders, prompts, settings, progress=told)
+    with bar(*Progress.get_default_columns(), stream=sys.stderr, transient=True) as running:
+        task = running.add_task("", total=num_steps(prompts, settings))
+
+        def advance(description: str) -> None:
+            running.update(task, description=description, advance=1)
+
+        return bench(decoders, prompts, settings, progress=advance)
 
 
 def check_settings(settings: BenchSettings, drafters: list[Path], per_family: int) -> None:

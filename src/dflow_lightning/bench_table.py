@@ -9,11 +9,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dflow_lightning.terminal import print_table, screen
+
 if TYPE_CHECKING:
     from dflow_lightning.bench_row import Row
     from dflow_lightning.overlap import Overlap
 
-PLAIN_WIDTH = 80
 LISTED = 10
 COLUMNS = 6  # concurrencies that fit beside each other
 
@@ -23,9 +24,9 @@ def show(rows: Sequence["Row"], console: Console | None = None) -> None:
 
     Several concurrencies get a table of throughput; all else is of the smallest one.
     """
-    console = console or Console()
+    console = console or screen()
     if not console.is_terminal:
-        console = Console(file=console.file, width=PLAIN_WIDTH, no_color=True)
+        console = screen(console.file)
     names = short_names([row.drafter for row in rows])
     print_text = partial(console.print, highlight=False, markup=False)
     levels = sorted({row.concurrency for row in rows})
@@ -33,15 +34,15 @@ def show(rows: Sequence["Row"], console: Console | None = None) -> None:
         print_text("tokens/s of all requests together and speed-up over plain, by concurrency")
         for start in range(0, len(levels), COLUMNS):
             some = levels[start : start + COLUMNS]
-            console.print(throughput_table(rows, some, names, console.is_terminal))
+            print_table(console, throughput_table(rows, some, names, console.is_terminal))
             print_text("")
     one = [row for row in rows if row.concurrency == levels[0]]
     print_text(
         f"concurrency {levels[0]}: tau = accepted drafts + 1; speed against plain in this run"
     )
-    console.print(speed_table(one, names, console.is_terminal))
+    print_table(console, speed_table(one, names, console.is_terminal))
     print_text("\nshare of rounds that accept draft 1, 2, ... in %")
-    console.print(position_table(one, names, console.is_terminal))
+    print_table(console, position_table(one, names, console.is_terminal))
     for row in rows:
         if row.family == "pooled":
             _list_differences(row, names, print_text)
@@ -51,9 +52,9 @@ def show_overlap(records: Sequence["Overlap"], console: Console | None = None) -
     """What the relay gains in accepted drafts, by those of the round before."""
     if not records:
         return
-    console = console or Console()
+    console = console or screen()
     if not console.is_terminal:
-        console = Console(file=console.file, width=PLAIN_WIDTH, no_color=True)
+        console = screen(console.file)
     names = short_names([one.drafter for one in records])
     table = _table(console.is_terminal)
     _add_names(table, relay=False)

@@ -13,18 +13,21 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from dflow_lightning.arguments import OneSentence
+from dflow_lightning.arguments import OneSentence, spell_out
 from dflow_lightning.checkpoint import FOLDER, Checkpointing, SavedRun, find_checkpoint
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.eagle3_module import Eagle3Module
 from dflow_lightning.errors import InputError, RunError
 from dflow_lightning.guards import Guards, out_of_memory
 from dflow_lightning.module import DrafterModule
-from dflow_lightning.progress import RunProgress, decoded_line, shown
+from dflow_lightning.progress import RunProgress
+from dflow_lightning.progress_plan import shown
+from dflow_lightning.progress_table import decoded, print_decoded
 from dflow_lightning.recipe_base import with_bases
 from dflow_lightning.rollout import OnlineRollout
 from dflow_lightning.signals import GracefulStop, Signals, Stopped
 from dflow_lightning.strategy import check_name
+from dflow_lightning.terminal import command, labelled, screen
 from dflow_lightning.tracking import RecipeRecord, Tracking
 from dflow_lightning.training_module import BLOCK, Method
 from dflow_lightning.validation import ValidationDecoding
@@ -94,6 +97,9 @@ class TrainCLI(LightningCLI):
             help="Where checkpoints, recipe and MLflow store go. By default a new folder "
             "runs/<recipe name>; a folder that is named here is written into as it is.",
         )
+        parser.add_argument(
+            "--quiet", type=bool, default=False, help="Print warnings and errors only."
+        )
         parser.link_arguments("model.target.path", "data.tokenizer")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -128,7 +134,9 @@ class TrainCLI(LightningCLI):
         if settings.trainer.enable_checkpointing is False:
             self._parser(self.subcommand).callback_keys.remove("checkpoint")
         kwargs["callbacks"] = [*as_list(settings.trainer.callbacks), GracefulStop(self._signals)]
-        if settings.trainer.enable_progress_bar is not False:
+        if settings.quiet:
+            kwargs["enable_progress_bar"] = False
+        elif settings.trainer.enable_progress_bar is not False:
             kwargs["callbacks"].append(RunProgress())
         if self.subcommand == "fit" and self._settings.data.validation is None:
             kwargs["limit_val_batches"] = 0
@@ -152,22 +160,22 @@ class TrainCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Says what there is now and what to do with it."""
-        if not self.trainer.is_global_zero:
+        if not self.trainer.is_global_zero or self._settings.quiet:
             return
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
         score = getattr(self.trainer.checkpoint_callback, "best_model_score", None)
         last = getattr(self.trainer.checkpoint_callback, "last_model_path", "")
-        print(f"finished at step {self.trainer.global_step}")
+        print(f"finished at step {self.trainer.global_step:,}")
         if score is not None:
-            print(f"  best val/tau  {float(score):.3f}")
+            print(f"  best {self.trainer.checkpoint_callback.monitor:<9}{float(score):.3f}")  # type: ignore[union-attr]
         if checkpoint := best or last:
-            print(f"  checkpoint    {shown(checkpoint)}")
-            print(
-                f"  export        dflow-train export --checkpoint {shown(checkpoint)} "
-                f"--out {shown(self.run_dir / 'export')}"
-            )
+            print(labelled("  checkpoint    ", shown(checkpoint)))
+            out = shown(self.run_dir / "export")
+            words = ["dflow-train", "export", "--checkpoint", shown(checkpoint), "--out", out]
+            print(command("  export        ", words))
         if (self.run_dir / "mlflow.db").exists():
-            print(f"  dashboard     dflow-train ui --run {shown(self.run_dir)}")
+            words = ["dflow-train", "ui", "--run", shown(self.run_dir)]
+            print(command("  dashboard     ", words))
 
     def after_validate(self) -> None:
         """Prints the decoded tau."""
@@ -178,9 +186,9 @@ class TrainCLI(LightningCLI):
         self._print_decoded("test")
 
     def _print_decoded(self, prefix: str) -> None:
-        line = decoded_line(self.trainer.callback_metrics, prefix)
-        if line and self.trainer.is_global_zero:
-            print(f"decoded: {line}")
+        found = decoded(self.trainer.callback_metrics, prefix)
+        if found and self.trainer.is_global_zero and not self._settings.quiet:
+            print_decoded(screen(), f"tau of decoded {prefix} prompts", found)
 
 
 def sections(method: Method) -> dict[str, Any]:
@@ -264,7 +272,7 @@ def start(args: Sequence[str]) -> TrainCLI:
     quiet()
     with Signals() as signals:
         try:
-            return TrainCLI(args, signals)
+            return TrainCLI(spell_out({"--quiet": bool}, args), signals)
         except Stopped:
             raise
         except SystemExit as stop:

@@ -8,10 +8,6 @@ data and target (`doctor_recipe`) and, on one batch, what a mistake would spoil 
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ from typing import Any
 from dflow_lightning.checks import Check
 from dflow_lightning.doctor_check import Step, run_checks, run_one
 from dflow_lightning.doctor_environment import ENVIRONMENT, Environment
+from dflow_lightning.terminal import labelled, print_json
 
 USAGE = """usage: dflow-train doctor [--config RECIPE [--key value ...]] [--json]
 
@@ -30,7 +27,8 @@ Check this environment and, with a recipe, everything that it needs, on one batc
 Each line is ok, warn, FAIL or skip, and says how to mend what it found. Exit status 0 when nothing
 failed, warnings included, and 1 otherwise.
 
-example: dflow-train doctor --config recipes/tiny-dflow.yaml"""
+example:
+  dflow-train doctor --config recipes/tiny-dflow.yaml"""
 
 
 def run(args: Sequence[str]) -> int:
@@ -51,7 +49,7 @@ def run(args: Sequence[str]) -> int:
     if options.json:
         rows = [{"name": c.name, "status": c.status, "detail": c.detail} for c in checks]
         found = {"ok": not failed, "checks": rows}
-        print(json.dumps(found, indent=1))
+        print_json(found)
     else:
         print(f"\n{len(checks)} checks, {failed} failed, {doubts} warnings")
     return 1 if failed else 0
@@ -59,11 +57,7 @@ def run(args: Sequence[str]) -> int:
 
 def line(check: Check) -> str:
     """One line; on a terminal it is folded, so that the columns stay."""
-    text = f"{check.status:<5} {check.name:<14} {check.detail}"
-    if not sys.stdout.isatty():
-        return text
-    width = max(40, shutil.get_terminal_size().columns)
-    return textwrap.fill(text, width, subsequent_indent=21 * " ", break_on_hyphens=False)
+    return labelled(f"{check.status:<5} {check.name:<14} ", check.detail)
 
 
 def examine(args: Sequence[str]) -> Iterator[Check]:

@@ -43,6 +43,7 @@ from dflow_lightning.model_card import model_card
 from dflow_lightning.relay import Relay
 from dflow_lightning.tap_fingerprint import tap_fingerprint
 from dflow_lightning.target import FrozenTarget
+from dflow_lightning.terminal import labelled, print_json
 
 KNOWN_NAMES = {"config.json", "model.safetensors", "relay", "carryover", "README.md", "decode"}
 
@@ -57,6 +58,7 @@ def export_command(
     target: str | None = None,
     register: bool = True,
     register_as: str | None = None,
+    json: bool = False,
 ) -> None:
     """Write the folder that SGLang, vLLM and `dflow-train decode` load.
 
@@ -71,6 +73,7 @@ def export_command(
         target: where the target is now, if not where it was trained with.
         register: add it to the tracking store of its run, as a version of a model.
         register_as: the model's name there; by default the experiment's and the target's.
+        json: print one JSON object instead of a line.
     """
     check_replaceable(out)
     recipe = read_recipe(checkpoint)
@@ -99,16 +102,19 @@ def export_command(
         recipe=recipe,
     )
     size = sum(path.stat().st_size for path in out.rglob("*.safetensors"))
-    relay = "with relay" if module.relay else "no relay"
-    relay += ", with carryover" if module.drafter.carryover else ""
-    print(
-        f"exported to {out}: {dtype}, {size / 1e6:.1f} MB, {relay}; "
-        f"num_speculative_tokens is {module.drafter.dims.block_size - 1}"
-    )
+    drafts = module.drafter.dims.block_size - 1
     if register:
         from dflow_lightning.registry import register_export
 
         register_export(checkpoint, out, register_as)
+    if json:
+        facts = {"out": str(out), "format": format, "dtype": dtype, "weight_bytes": size}
+        print_json(facts | {"relay": module.relay is not None, "num_speculative_tokens": drafts})
+        return
+    relay = "with relay" if module.relay else "no relay"
+    relay += ", with carryover" if module.drafter.carryover is not None else ""
+    said = f"{dtype}, {size / 1e6:.1f} MB, {relay}; num_speculative_tokens is {drafts}"
+    print(labelled("", f"exported to {out}: {said}"))
 
 
 def read_recipe(checkpoint: Path) -> dict[str, Any]:

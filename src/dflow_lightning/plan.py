@@ -16,6 +16,7 @@ from jsonargparse import ActionConfigFile
 from lightning.pytorch import Trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dflow_lightning.arguments import spell_out
 from dflow_lightning.cli import INTERPOLATION, METHOD_HELP, SECTIONS, RunParser, method_of
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.data.prepare_verify import read_on_policy
@@ -25,11 +26,12 @@ from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.module import DrafterModule
-from dflow_lightning.plan_memory import GIB, PRECISIONS, RESERVE, Plan, Sharding, count
+from dflow_lightning.plan_memory import GIB, PRECISIONS, RESERVE, Plan, Sharding, amount, count
 from dflow_lightning.plan_work import Work
 from dflow_lightning.recipe_base import with_bases
 from dflow_lightning.relay import RelayConfig
 from dflow_lightning.target import UNREADABLE, FrozenTarget
+from dflow_lightning.terminal import print_json
 from dflow_lightning.training_module import BLOCK, Method
 
 GPUS = "Processes with one GPU each; by default trainer.devices, 1 where that is no number."
@@ -45,6 +47,10 @@ def run(args: Sequence[str]) -> int:
     """Print parameters, memory, work, steps and disk of a recipe; refuse what cannot fit."""
     recipe = parse(args)
     plan = make_plan(recipe)
+    if recipe.json:
+        print_json(numbers(plan))
+        plan.refuse_what_does_not_fit(recipe.gpu_memory)
+        return 0
     print("\n".join([*counts(plan), "", *memory_table(plan, recipe.gpu_memory), ""]))
     plan.refuse_what_does_not_fit(recipe.gpu_memory)
     print("\n".join([*work(plan), *steps(plan), *answers(plan), *hours(plan), *disk(plan)]))
@@ -53,6 +59,30 @@ def run(args: Sequence[str]) -> int:
 
         print("\n".join(["", *measured(plan)]))
     return 0
+
+
+def numbers(plan: Plan) -> dict[str, Any]:
+    """What the lines say, for a script; steps and rows are null where they are not known."""
+    total, epoch, rows = planned_steps(plan)
+    each = step_seconds(plan)
+    return {
+        "parameters": {
+            "target": count(plan.target.model),
+            "drafter": count(plan.drafter),
+            "relay": count(plan.relay),
+        },
+        "gpus": plan.gpus,
+        "gpu_memory_bytes": plan.memory(),
+        "cpu_memory_bytes": plan.cpu_memory,
+        "rows": rows,
+        "rows_per_step": plan.gpus * plan.rows * plan.recipe.trainer.accumulate_grad_batches,
+        "steps": total,
+        "steps_per_epoch": epoch,
+        "seconds_per_step": each,
+        "hours": None if total is None else total * each / 3600,
+        "checkpoint_bytes": plan.checkpoint(),
+        "checkpoints": max(0, plan.recipe.checkpoint.save_top_k) + 1,
+    }
 
 
 def parse(args: Sequence[str]) -> Any:
@@ -71,14 +101,16 @@ def parse(args: Sequence[str]) -> Any:
     parser.add_argument("--rows", type=int | None, default=None, help="Of data.train, if not here.")
     parser.add_argument("--gpu_tflops", type=float, default=125.0, help=TFLOPS)
     parser.add_argument("--measure", type=bool, default=False, help=MEASURE)
+    parser.add_argument("--json", type=bool, default=False, help="Print one JSON object instead.")
     sections: dict[str, Any] = {"model": DrafterModule, "data": ChatDataModule, "trainer": Trainer}
     for section, kind in (sections | SECTIONS).items():
         parser.add_lightning_class_args(kind, section)
     parser.add_argument("--method", type=Method, default=BLOCK, help=METHOD_HELP)
-    for name in ("seed_everything", "run_dir", "ckpt_path"):
+    for name in ("seed_everything", "run_dir", "ckpt_path", "quiet"):
         parser.add_argument(f"--{name}", type=Any, default=None, help="Not used here.")
     parser.link_arguments("model.target.path", "data.tokenizer")
-    recipe = parser.parse_args(with_bases(args))
+    flags = dict.fromkeys(("--measure", "--json"), bool)
+    recipe = parser.parse_args(with_bases(spell_out(flags, args)))
     for name, unit in (("gpu_memory", "GiB"), ("gpu_tflops", "TFLOP/s")):
         if getattr(recipe, name) <= 0:
             raise InputError(f"{name} is {getattr(recipe, name):g}; give the {unit} of one GPU")
@@ -167,7 +199,7 @@ def memory_table(plan: Plan, gpu_memory: float) -> list[str]:
     parts = plan.memory() | {"kept free (CUDA, NCCL, fragments)": int(gpu_memory * RESERVE * GIB)}
     return [
         "memory per GPU, GiB, at the longest rows (predicted, not measured)",
-        *(f"  {part:<56}{size / GIB:>18.2f}" for part, size in parts.items()),
+        *(f"  {part:<56}{amount(size / GIB):>18}" for part, size in parts.items()),
         f"  {f'total, of {gpu_memory:g}':<56}{sum(parts.values()) / GIB:>18.2f}",
         *([f"  {'CPU memory of all processes':<56}{plan.cpu_memory / GIB:>18.2f}"]
           if plan.cpu_memory else []),
@@ -185,7 +217,7 @@ def work(plan: Plan) -> list[str]:
         f"step     {rows} rows: {plan.gpus} GPUs x {plan.rows} x {accumulate} accumulated",
         f"  target   up to {clean:,} tokens, with rollouts {clean + verified:,}",
         f"  drafter  {rows * plan.slots:,} slots",
-        f"  work     {rows * found.row / 1e15:.2f} PFLOP: {shares}",
+        f"  work     {amount(rows * found.row / 1e15)} PFLOP: {shares}",
     ]
 
 
@@ -200,11 +232,11 @@ def hours(plan: Plan) -> list[str]:
     each, total = step_seconds(plan), planned_steps(plan)[0]
     rows = plan.gpus * plan.rows * plan.recipe.trainer.accumulate_grad_batches
     if total is None:
-        length = f"{1e6 / rows * each / 3600:.1f} for a million rows"
+        length = f"{amount(1e6 / rows * each / 3600, 1)} for a million rows"
     else:
-        length = f"at most {total * each / 3600:.1f}"
+        length = f"at most {amount(total * each / 3600, 1)}"
     return [
-        f"hours    {length}, {each:.2f} s a step,",
+        f"hours    {length}, {amount(each)} s a step,",
         f"           at {plan.recipe.gpu_tflops:g} TFLOP/s a GPU (--gpu_tflops)",
     ]
 
@@ -289,8 +321,8 @@ def disk(plan: Plan) -> list[str]:
     tokens = rows * plan.recipe.data.max_length
     cache = tokens * plan.drafter.fc.in_features * plan.target_bytes / 1e12
     return [
-        f"disk     {(files + 1) * size:.2f} GB: {files} checkpoints of {size:.2f}, one more while "
-        "written",
-        f"  export   {plan.trained * 2 / 1e9:.2f} GB in bfloat16",
-        f"  cache    none; features of {rows:,} rows would take up to {cache:.2f} TB",
+        f"disk     {amount((files + 1) * size)} GB: {files} checkpoints of {amount(size)}, one more "
+        "while written",
+        f"  export   {amount(plan.trained * 2 / 1e9)} GB in bfloat16",
+        f"  cache    none; features of {rows:,} rows would take up to {amount(cache)} TB",
     ]

@@ -18,7 +18,7 @@ from dflow_lightning.dims import DrafterConfig
 from dflow_lightning.loss import LossConfig
 from dflow_lightning.module import DrafterModule, TargetConfig
 from dflow_lightning.optimizer import OptimizerConfig
-from dflow_lightning.plan_memory import GIB, Plan, Sharding
+from dflow_lightning.plan_memory import GIB, Plan, Sharding, amount
 from dflow_lightning.plan_work import Work
 from dflow_lightning.relay import RelayConfig
 from dflow_lightning.rollout import Rollout
@@ -55,10 +55,11 @@ def measured(plan: Plan) -> list[str]:
         rows = {"target weights": (kept[0], loaded - start)} | rows
     predicted_seconds = alone.rows * Work(alone).row / (plan.recipe.gpu_tflops * 1e12)
     rate = alone.rows * Work(alone).row / seconds[-1] / 1e12
+    title = f"two steps of {alone.rows} rows on one {device.type}"
     return [
-        f"two steps of {alone.rows} rows on one {device.type:<29}    predicted    measured",
+        f"{title:<52}{'predicted':>13}{'measured':>12}",
         *(
-            f"  {name + ', GiB':<50}{a / GIB:>13.2f}{b / GIB:>12.2f}"
+            f"  {name + ', GiB':<50}{amount(a / GIB):>13}{amount(b / GIB):>12}"
             for name, (a, b) in rows.items()
         ),
         f"  {'seconds of the second step':<50}{predicted_seconds:>13.3f}{seconds[-1]:>12.3f}",

@@ -335,6 +335,13 @@ class Plan:
             )
 
 
+def amount(value: float, decimals: int = 2) -> str:
+    """A number with so many decimals, or with two digits where they would all be zero."""
+    if not 0 < value < 0.5 * 10**-decimals:
+        return f"{value:.{decimals}f}"
+    return f"{value:.{1 - math.floor(math.log10(value))}f}"
+
+
 def count(module: nn.Module | None) -> int:
     """Parameters of a module, tied ones once."""
     return sum(p.numel() for p in module.parameters()) if module else 0

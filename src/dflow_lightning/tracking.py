@@ -202,7 +202,7 @@ class RecipeRecord(SaveConfigCallback):
         """The recipe as plain values, without this run's folder and checkpoint: it can be rerun."""
         recipe = yaml.safe_load(self.parser.dump(self.config, skip_none=False, format="yaml"))
         recipe["trainer"]["default_root_dir"] = None
-        return recipe | {"run_dir": None, "ckpt_path": None}
+        return recipe | {"run_dir": None, "ckpt_path": None, "quiet": False}
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called once, on rank zero, before anything runs."""

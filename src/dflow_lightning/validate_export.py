@@ -26,6 +26,7 @@ training (same file name, same sha256 where it is known) the check is skipped.
 from __future__ import annotations
 
 import json as jsonlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -55,6 +56,7 @@ from dflow_lightning.metrics import acceptance_summary
 from dflow_lightning.relay import Relay, RelayConfig, RelayInput
 from dflow_lightning.tap_fingerprint import far_layers, tap_fingerprint, tapped_states
 from dflow_lightning.target import FrozenTarget
+from dflow_lightning.terminal import STDOUT, labelled, print_json
 
 TAU_TOLERANCE = 0.15
 TEMPERATURES = (0.0, 1.0)
@@ -116,14 +118,16 @@ def validate_export_command(
         num_prompts: prompts for the lossless check.
         suite: `tiny` (the embedded target's test prompts) or a JSONL file of prompts.
         max_new_tokens: upper limit of their answers.
-        json: also write the checks to this file.
+        json: also write the checks to this file; without a name (or as `-`) to standard output,
+            and the lines to standard error.
     """
     for name, value in {"num_prompts": num_prompts, "max_new_tokens": max_new_tokens}.items():
         if value < 1:
             raise InputError(f"{name} is {value}; give 1 or more")
     if not drafter.is_dir():
         raise InputError(f"drafter: {drafter} is no folder; give one that dflow-train export wrote")
-    if json is not None:
+    paper = sys.stderr if json == STDOUT else sys.stdout
+    if json is not None and json != STDOUT:
         atomic.check_writable(json, "json")
     content = None if checkpoint is None else read_checkpoint(checkpoint)
     if content is not None and "dflow" not in content:
@@ -139,14 +143,18 @@ def validate_export_command(
     )
     checks = []
     for check in validate_export(subject):
-        print(f"{check.status:<5} {check.name:<16} {check.detail}", flush=True)
+        said = labelled(f"{check.status:<5} {check.name:<16} ", check.detail, paper)
+        print(said, file=paper, flush=True)
         checks.append(check)
     failed = any(check.status == "FAIL" for check in checks)
     if json is not None:
         about = {"drafter": str(drafter), "target": frozen.name, "versions": versions()}
         rows = [asdict(check) for check in checks]
-        text = jsonlib.dumps(about | {"ok": not failed, "checks": rows}, indent=1)
-        atomic.write_text(json, text + "\n")
+        content = about | {"ok": not failed, "checks": rows}
+        if json == STDOUT:
+            print_json(content)
+        else:
+            atomic.write_text(json, jsonlib.dumps(content, indent=1) + "\n")
     if failed:
         raise SystemExit(1)
 

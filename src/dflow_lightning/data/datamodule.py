@@ -199,6 +199,12 @@ class ChatDataModule(LightningDataModule):
         return max(found, default=0)
 
     @property
+    def train_size(self) -> tuple[int, int]:
+        """Rows and tokens of the training sets, each row once."""
+        sources = self._sources("train")
+        return sum(map(len, sources)), sum(int(rows.lengths.sum()) for rows in sources)
+
+    @property
     def _pad_id(self) -> int:
         return self._chat_encoder().tokenizer.pad_token_id or 0
 

@@ -1,7 +1,7 @@
 """`dflow-train inspect`: what the drafter would learn from one row."""
 
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from dflow_lightning.data.prepared import is_prepared, open_prepared, read_manif
 from dflow_lightning.data.template import ChatEncoder, EncodedRow
 from dflow_lightning.data.turns import Supervise, written_rows
 from dflow_lightning.errors import InputError
+from dflow_lightning.terminal import print_json, screen
 
-PLAIN_WIDTH = 80
 SUPERVISED = "bold green"
+Put = Callable[[str, str, str, Sequence[str], Any, EncodedRow, Console | None], None]
 
 
 def inspect_command(
@@ -29,6 +30,7 @@ def inspect_command(
     row: int = 1,
     thinking: bool = False,
     supervise: Supervise = "all_turns",
+    json: bool = False,
 ) -> None:
     """Show a row as the target's chat template renders it, and which tokens are learned from.
 
@@ -42,10 +44,12 @@ def inspect_command(
         row: number of the row in a folder, a JSON array or a Parquet file, or its line; from 1.
         thinking: let the target think first, where its chat template knows how (files only).
         supervise: learn from every answer of a conversation, or from the last one (files only).
+        json: print each row as one line of JSON, with its token ids and loss mask.
     """
+    put = show_json if json else show
     data = data.expanduser()
     if is_prepared(data):
-        _show_prepared(data, target, row)
+        _show_prepared(data, target, row, put)
         return
     conversation = find_row(data, row)
     if target is None:
@@ -53,7 +57,7 @@ def inspect_command(
     tokenizer = load_tokenizer(target)
     encoder = ChatEncoder(tokenizer, enable_thinking=thinking)
     try:
-        show_conversation(f"row {row} of {data}", conversation, encoder, supervise)
+        show_conversation(f"row {row} of {data}", conversation, encoder, supervise, put=put)
     except InputError as error:
         raise InputError(f"row: line {row} of {data}: {error}") from error
 
@@ -64,6 +68,7 @@ def show_conversation(
     encoder: ChatEncoder,
     supervise: Supervise = "all_turns",
     console: Console | None = None,
+    put: Put | None = None,
 ) -> None:
     """Print every row that training makes of a conversation; without an answer, its prompt.
 
@@ -89,10 +94,10 @@ def show_conversation(
     for i, (name, tokens, note) in enumerate(rows, start=1):
         place = [f"{i} of the {len(rows)} rows of this conversation"] if len(rows) > 1 else []
         notes = [note, *place, *_left_out(conversation, text)]
-        show(title, name, conversation.family, notes, encoder.tokenizer, tokens, console)
+        (put or show)(title, name, conversation.family, notes, encoder.tokenizer, tokens, console)
 
 
-def _show_prepared(folder: Path, target: str | None, row: int) -> None:
+def _show_prepared(folder: Path, target: str | None, row: int, put: Put) -> None:
     """A row of a prepared folder, its text made from its tokens."""
     manifest, rows = read_manifest(folder), open_prepared(folder)
     if not 1 <= row <= len(rows):
@@ -106,7 +111,7 @@ def _show_prepared(folder: Path, target: str | None, row: int) -> None:
     found = rows[row - 1]
     tokens = EncodedRow(found["input_ids"], found["loss_mask"])
     notes = [_ending(found["finished"])]
-    show(f"row {row} of {folder}", found["id"], found["family"], notes, tokenizer, tokens)
+    put(f"row {row} of {folder}", found["id"], found["family"], notes, tokenizer, tokens, None)
 
 
 def _ending(finished: bool) -> str:
@@ -170,9 +175,9 @@ def show(
 ) -> None:
     """Print the counts of a row, its text with what is supervised, and the token ids."""
     input_ids, loss_mask = tokens.input_ids, tokens.loss_mask
-    console = console or Console()
+    console = console or screen()
     if not console.is_terminal:
-        console = Console(file=console.file, width=PLAIN_WIDTH, no_color=True, color_system=None)
+        console = screen(console.file)
     coloured = console.color_system is not None and not console.no_color
     candidates = anchor_candidates(loss_mask)
     lines = [
@@ -201,6 +206,27 @@ def show(
         ids = " ".join(str(token) for _, token in pairs)
         parts += [(" ", False), (ids, supervised)] if parts else [(ids, supervised)]
     put(*parts)
+
+
+def show_json(
+    title: str,
+    name: str,
+    family: str,
+    notes: Sequence[str],
+    tokenizer: Any,
+    tokens: EncodedRow,
+    console: Console | None = None,
+) -> None:
+    """Print what `show` does as one line of JSON."""
+    print_json(
+        {
+            "title": title, "id": name, "family": family, "notes": list(notes),
+            "text": tokenizer.decode(tokens.input_ids, skip_special_tokens=False),
+            "input_ids": list(tokens.input_ids), "loss_mask": list(map(bool, tokens.loss_mask)),
+            "anchors": anchor_candidates(tokens.loss_mask),
+        },
+        indent=None,
+    )  # fmt: skip
 
 
 def visible(text: str) -> str:

@@ -2,6 +2,8 @@
 
 import sqlite3
 import sys
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.turns import Supervise
 from dflow_lightning.errors import InputError
 from dflow_lightning.target import FrozenTarget
+from dflow_lightning.terminal import labelled, print_json
 
 
 def prepare_command(
@@ -61,6 +64,7 @@ def prepare_command(
     verify_rows: int = 256,
     min_agreement: float = 0.8,
     overwrite: bool = False,
+    json: bool = False,
 ) -> None:
     """Let the target answer prompts, and write tokens with a loss mask to train on.
 
@@ -99,10 +103,12 @@ def prepare_command(
         verify_rows: how many rows are compared.
         min_agreement: share of equal tokens below which regeneration is proposed.
         overwrite: replace a folder or an unfinished run that was made with other settings.
+        json: print one JSON object, the counts, instead of lines, which go to standard error.
     """
     if out.exists() and not is_prepared(out) and (out.is_file() or any(out.iterdir())):
         raise InputError(f"out: {out} is there and holds no prepared data; name another folder")
     check_writable(out / "manifest.json", "out")
+    spoken = redirect_stdout(sys.stderr) if json else nullcontext()
     frozen = None
     if data is not None:
         options = RowOptions(
@@ -163,13 +169,18 @@ def prepare_command(
                 "enable_thinking": thinking,
             },
         )
-        _run(preparation, overwrite)
+        with spoken:
+            _run(preparation, overwrite)
     elif not (verify and is_prepared(out)):
         raise InputError("data is missing: give --data")
-    _summary(out, read_manifest(out, "out"))
-    if verify:
-        frozen = frozen or _load(target, device, dtype)
-        report_on_policy(out, frozen, num_rows=verify_rows, min_agreement=min_agreement)
+    manifest, found = read_manifest(out, "out"), None
+    with spoken:
+        _summary(out, manifest)
+        if verify:
+            frozen = frozen or _load(target, device, dtype)
+            found = report_on_policy(out, frozen, num_rows=verify_rows, min_agreement=min_agreement)
+    if json:
+        print_json({"out": str(out), **manifest["counts"], "on_policy": found and asdict(found)})
 
 
 def _load(target: str, device: str, dtype: str) -> FrozenTarget:
@@ -181,7 +192,7 @@ def _load(target: str, device: str, dtype: str) -> FrozenTarget:
 def _run(preparation: Preparation, overwrite: bool) -> None:
     """Prepare, or find that it is done; what is finished outlives any interruption."""
     if preparation.is_done(overwrite):
-        print(f"{preparation.out} is prepared already, with these settings")
+        print(labelled("", f"{preparation.out} is prepared already, with these settings"))
         return
     try:
         preparation.run(overwrite)
@@ -191,21 +202,20 @@ def _run(preparation: Preparation, overwrite: bool) -> None:
             "run the same command again"
         ) from error
     except KeyboardInterrupt:
-        print(
-            f"\nwhat is answered is kept in {preparation.partial}; the same command goes on",
-            file=sys.stderr,
-        )
+        said = f"what is answered is kept in {preparation.partial}; the same command goes on"
+        print(labelled("", said, sys.stderr), file=sys.stderr)
         raise
 
 
 def _summary(out: Path, manifest: dict[str, Any]) -> None:
     """What is in the folder, and what is not."""
     counts = manifest["counts"]
-    print(
-        f"{out}: {counts['rows']:,} rows of {counts['source_rows']:,} in the source, "
+    found = (
+        f"{counts['rows']:,} rows of {counts['source_rows']:,} in the source, "
         f"{counts['tokens']:,} tokens, {counts['supervised_tokens']:,} supervised, "
         f"{counts['anchors']:,} anchor candidates"
     )
+    print(labelled("", f"{out}: {found}"))
     notes = {
         "unfinished": "end without an end token, where the answer's limit was reached",
         "cut": "conversations end before their last turn",
@@ -213,14 +223,12 @@ def _summary(out: Path, manifest: dict[str, Any]) -> None:
         "from_text": "conversations have tokens made from text, since the server returned no ids",
     }
     if manifest["target"]["weights"] is None:
-        print(
-            "  no fingerprint of the target's weights in the manifest: they were not loaded here;\n"
-            "  --verify compares the answers with them"
-        )
+        note = "no fingerprint of the target's weights in the manifest: they were not loaded here; "
+        print(labelled("  ", note + "--verify compares the answers with them"))
     for name, note in notes.items():
         if counts[name]:
-            print(f"  {counts[name]:,} {note}")
+            print(labelled("  ", f"{counts[name]:,} {note}"))
     for reason, count in counts["rejects"].items():
-        print(f"  rejected {count:,}: {reason}")
+        print(labelled("  ", f"rejected {count:,}: {reason}"))
     if counts["rejects"]:
-        print(f"  all with their lines in {out / 'rejects.jsonl'}")
+        print(labelled("  ", f"all with their lines in {out / 'rejects.jsonl'}"))

@@ -6,8 +6,9 @@ import sys
 import time
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dflow_lightning.terminal import bar, is_live
 
 REFRESH_SECONDS = 0.5
 LINE_SECONDS = 10.0
@@ -26,20 +27,19 @@ class PrepareProgress:
         self.what, self.total, self.done, self._before = what, total, done, done
         self.tokens = self.failed = self.retries = 0
         self._start = time.perf_counter()
-        self._shown = 0.0 if sys.stderr.isatty() else self._start
+        self._shown = 0.0 if is_live(sys.stderr) else self._start
         self._bar: Progress | None = None
 
     def __enter__(self) -> PrepareProgress:
         self._start = time.perf_counter()
-        if sys.stderr.isatty():
-            self._bar = Progress(
+        if is_live(sys.stderr):
+            self._bar = bar(
                 TextColumn(self.what),
                 MofNCompleteColumn(),
                 BarColumn(bar_width=None),
                 TextColumn("{task.fields[text]}"),
                 TimeRemainingColumn(elapsed_when_finished=True),
-                console=Console(file=sys.stderr),
-                expand=True,
+                stream=sys.stderr,
             )
             self._bar.add_task(self.what, total=self.total, completed=self.done, text="")
             self._bar.start()

@@ -24,6 +24,7 @@ from dflow_lightning.atomic import write_text
 from dflow_lightning.data.prepared import ON_POLICY, open_prepared
 from dflow_lightning.errors import InputError
 from dflow_lightning.target import FrozenTarget
+from dflow_lightning.terminal import labelled
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -75,13 +76,14 @@ def report_on_policy(
     found = on_policy(target, open_prepared(folder), num_rows)
     content = {**asdict(found), "target": target.name, "weights": target.fingerprint}
     write_text(folder / ON_POLICY, json.dumps(content, indent=2) + "\n")
-    print(f"on policy: {found.describe()}")
+    print(labelled("on policy: ", found.describe()))
     if found.agreement < min_agreement:
-        print(
-            f"warning: that is less than min_agreement {min_agreement:g}, so these may not be the "
+        said = (
+            f"that is less than min_agreement {min_agreement:g}, so these may not be the "
             "target's own answers, or it sampled them; let it answer again: leave out "
             "--keep_answers, and give --temperature 0"
         )
+        print(labelled("warning: ", said))
     return found
 
 

@@ -1,0 +1,194 @@
+"""What `dflow-train fit` says before it begins: one screen, a line or two a subject."""
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from dflow_lightning.rollout import OnlineRollout
+from dflow_lightning.validation import ValidationDecoding
+
+
+def shown(path: str | Path) -> str:
+    """A path as the user would type it."""
+    path = Path(path).resolve()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def count(number: float) -> str:
+    """A number of parameters or tokens: `1,234`, `5.67 M` or `8.90 B`."""
+    for size, unit in ((1e9, " B"), (1e6, " M")):
+        if number >= size:
+            return f"{number / size:.2f}{unit}"
+    return f"{number:,.0f}"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`, `3 batches`."""
+    ending = "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}" + (ending if number != 1 else "")
+
+
+def plan(trainer: Trainer, module: Any, steps: int | None) -> dict[str, str]:
+    """What is trained on what, for how long, and where it goes, by subject.
+
+    Args:
+        steps: of the whole run; None where it has no end.
+    """
+    said = {
+        "train": method(trainer, module),
+        "target": target(module),
+        "drafter": drafter(module),
+        "rollout": rollout(trainer, module),
+        "data": data(trainer),
+        "validation": validation(trainer, module),
+        "steps": length(trainer, steps),
+        "hardware": hardware(trainer),
+        "folder": folder(trainer),
+    }
+    return {subject: text for subject, text in said.items() if text}
+
+
+def method(trainer: Trainer, module: Any) -> str:
+    """The method's name, as the settings make it."""
+    if not hasattr(module, "relay"):  # a drafter of another kind
+        return type(module).__name__.removesuffix("Module")
+    rolled = bool((callback := _callback(trainer, OnlineRollout)) and callback.num_rounds)
+    if getattr(module, "causal_head", None) is not None:
+        return "Domino with DFlow" if module.relay is not None else "Domino"
+    if module.relay is not None:
+        return "DFlow: the drafter is given what the target said about rejected drafts"
+    return "DFlash with self-conditioning: rollout rounds, no relay" if rolled else "DFlash"
+
+
+def target(module: Any) -> str:
+    """Which target, its size, and that it stays as it is."""
+    frozen = getattr(module, "target", None)
+    path = getattr(getattr(module, "target_config", None), "path", "")
+    if frozen is None:
+        return path
+    weights = sum(getattr(p, "ds_numel", p.numel()) for p in frozen.model.parameters())
+    kind = str(frozen.dtype).removeprefix("torch.")
+    return f"{path}, {count(weights)} parameters, {frozen.num_layers} layers, {kind}, frozen"
+
+
+def drafter(module: Any) -> str:
+    """What is trained, part by part, and the drafter's shape."""
+    parts = []
+    for name, part in module.named_children():
+        trained = [p for p in part.parameters() if p.requires_grad]
+        if trained:
+            size = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
+            parts.append(f"{name} {count(size)}")
+    text = f"trained parameters: {', '.join(parts)}"
+    dims = getattr(getattr(module, "drafter", None), "dims", None)
+    if dims is not None:
+        text += f"; {plural(dims.num_layers, 'layer')}"
+        if hasattr(dims, "block_size"):
+            text += f", block size {dims.block_size}"
+        text += f", taps {' '.join(map(str, dims.target_layer_ids))}"
+    return text
+
+
+def rollout(trainer: Trainer, module: Any) -> str:
+    """Blocks of a row and the rounds that follow."""
+    callback = _callback(trainer, OnlineRollout)
+    anchors = getattr(module, "num_anchors", None)
+    if anchors is None or callback is None:
+        return ""
+    blocks = f"{plural(anchors, 'block')} a row"
+    if not callback.num_rounds:
+        return f"none; {blocks}"
+    text = f"{plural(callback.num_rounds, 'round')}, {callback.mode}, of {callback.num_anchors}"
+    text += f" of the {blocks}"
+    return text + (f", after {callback.start:.0%} of the run" if callback.start else "")
+
+
+def data(trainer: Trainer) -> str:
+    """Training sets, rows and tokens."""
+    module: Any = trainer.datamodule  # type: ignore[attr-defined]
+    sets = ", ".join(map(str, module.paths["train"]))
+    rows, tokens = module.train_size
+    packed = f", packed into rows of {module.max_length}" if module.pack else ""
+    return f"{sets}: {plural(rows, 'row')}, {count(tokens)} tokens{packed}"
+
+
+def validation(trainer: Trainer, module: Any) -> str:
+    """When, and what is decoded."""
+    if not trainer.limit_val_batches or not trainer.datamodule.paths["validation"]:  # type: ignore[attr-defined]
+        return "none: data.validation is not set"
+    every = trainer.val_check_interval
+    epochs = trainer.check_val_every_n_epoch
+    if isinstance(every, int) and epochs is None:
+        when = f"every {plural(every // trainer.accumulate_grad_batches, 'step')}"
+    elif every == 1.0:
+        when = "every epoch" if epochs in (None, 1) else f"every {epochs} epochs"
+    else:
+        when = f"every {every} of an epoch"
+    decoding = _callback(trainer, ValidationDecoding)
+    if decoding is None or not decoding.prompts_per_family:
+        return f"{when}: loss"
+    relay = ", relay on and off" if getattr(module, "relay", None) is not None else ""
+    return (
+        f"{when}: loss, and {plural(decoding.prompts_per_family, 'prompt')} of each family "
+        f"decoded{relay}"
+    )
+
+
+def length(trainer: Trainer, steps: int | None) -> str:
+    """Steps, epochs and what a step is made of."""
+    rows = trainer.datamodule.batch_size  # type: ignore[attr-defined]
+    batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
+    accumulated = trainer.accumulate_grad_batches
+    factors = [(trainer.world_size, "processes"), (accumulated, "accumulated")]
+    product = "".join(f" x {number} {noun}" for number, noun in factors if number > 1)
+    each = f"{rows * trainer.world_size * accumulated} rows a step"
+    if product:
+        each += f" ({rows} of a batch{product})"
+    if steps is None:
+        return f"without end; {each}"
+    epochs = steps * accumulated / max(batches, 1)
+    return f"{steps:,} ({epochs:.1f} epochs); {each}"
+
+
+def hardware(trainer: Trainer) -> str:
+    """Processes, device, strategy and precision."""
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{device.type.upper()}, {plural(torch.get_num_threads(), 'thread')}"
+    kind = type(trainer.strategy).__name__.removesuffix("Strategy")
+    stage = getattr(trainer.strategy, "stage", "")
+    strategy = "" if kind == "SingleDevice" else f", {kind} {stage}".rstrip()
+    return f"{plural(trainer.world_size, 'process')} on {name}{strategy}, {trainer.precision}"
+
+
+def folder(trainer: Trainer) -> str:
+    """Where everything goes, and whether the run is new."""
+    path = shown(trainer.default_root_dir)
+    if trainer.ckpt_path:
+        where = shown(str(trainer.ckpt_path))
+        return f"{path}, resumed from {where} at step {trainer.global_step:,}"
+    if any((Path(trainer.default_root_dir) / "checkpoints").glob("*.ckpt")):
+        return (
+            f"{path}, a new run; the checkpoints in it will be replaced "
+            "(--ckpt_path last would go on from them)"
+        )
+    return f"{path}, a new run"
+
+
+def _callback(trainer: Trainer, kind: type) -> Any:
+    return next((one for one in trainer.callbacks if isinstance(one, kind)), None)  # type: ignore[attr-defined]
+
+
+def peak_memory(trainer: Trainer) -> str:
+    """The most memory held so far, on the GPU of this process or of this process itself."""
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        return f"GPU {torch.cuda.max_memory_reserved(device) / 2**30:.1f} GiB"
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f"mem {used * (1 if os.uname().sysname == 'Darwin' else 1024) / 2**30:.1f} GiB"
