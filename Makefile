@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make env PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing into .venv (some minutes the first time)"
-	@$(BIN)/python -m pip install -qq -c constraints/cpu.txt -e '.[dev,plots]'
+	@$(BIN)/python -m pip install -qq -c constraints/cpu.txt -e '.[dev,docs,plots]'
 	@touch $@
 
 demo: env ## train, measure and export the tiny DFlow drafter
@@ -126,6 +126,18 @@ $(VLLM)/.installed: tests/interop/requirements-vllm.txt tests/interop/requiremen
 	@$(VLLM)/bin/python -m pip install -qq --no-deps --require-hashes --target $(VLLM)/previous -r tests/interop/requirements-vllm-previous.txt
 	@$(VLLM)/bin/python -m pip install -qq --no-deps -e .
 	@touch $@
+
+docs: env ## build the documentation into build/site; a dead link or a page without a way to it is an error
+	$(BIN)/mkdocs build --quiet --clean
+
+reference: env ## make docs/reference-*.md again from the signatures
+	$(BIN)/python scripts/reference.py
+
+figures: env ## draw the figures of docs/relay.md again
+	$(BIN)/python scripts/figures.py
+
+docs-commands: env ## run every command of README and docs as it stands, in a fresh folder, and time it
+	$(BIN)/python tests/run_docs.py
 
 clean: ## remove caches; keeps .venv and runs
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
