@@ -1,8 +1,9 @@
 """Run the commands of the documentation as they stand, as a reader would: `make docs-commands`.
 
-Each page gets a fresh folder that has `data` and `recipes`, and every `bash` block that is marked to
-run (tests/docs_blocks.py) goes to a shell, command by command. The table has the seconds of each,
-by the clock and by the processor; the exit status is 1 if a command failed.
+Each page gets a fresh folder that has `data` and `recipes`, and every block that is marked to run,
+or to need nothing but time (tests/docs_blocks.py), goes to a shell, command by command. The table
+has the seconds of each, by the clock and by the processor; the exit status is 1 if a command
+failed.
 
     python tests/run_docs.py --page docs/getting-started.md --record
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from docs_blocks import PAGES, ROOT, Block, blocks, commands
 
 TIMES = re.compile(r"(<!-- times -->\n).*?(<!-- /times -->)", re.DOTALL)
+RAW = argparse.RawTextHelpFormatter
 NAME = 74  # characters of a command in the table
 
 
@@ -71,12 +73,8 @@ def run_page(page: Path, marked: list[Block], out: Path) -> list[Timed]:
         (folder / "runs").symlink_to(trained)
     done: list[Timed] = []
     for block in marked:
-        script = (
-            commands(block.text)
-            if block.language == "bash"
-            else [f"python - <<'END'\n{block.text}END"]
-        )
-        for command in script:
+        python = [f"python - <<'END'\n{block.text}END"]
+        for command in python if block.language == "python" else commands(block.text):
             done.append(run(command, folder, folder / "log.txt"))
             print(done[-1].row(), flush=True)
             if done[-1].status:
@@ -93,11 +91,16 @@ def table(done: list[Timed]) -> str:
     return "\n".join([*head, *(one.row() for one in done), last])
 
 
+def record(page: Path, text: str) -> None:
+    """Puts the table between the marks of its page."""
+    before = page.read_text()
+    assert TIMES.search(before), f"{page} has no marks for a table of times"
+    page.write_text(TIMES.sub(lambda marks: f"{marks[1]}{text}\n{marks[2]}", before))
+
+
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=RAW)
     parser.add_argument("--page", action="append", type=Path, help="by default every page")
     parser.add_argument("--out", type=Path, default=ROOT / "build/docs-commands")
     parser.add_argument("--record", action="store_true", help="write the table into the page")
@@ -105,16 +108,14 @@ def main() -> int:
     chosen = [ROOT / page for page in arguments.page or PAGES]
     failed = 0
     for page in chosen:
-        marked = [block for block in blocks(page) if block.runs]
+        marked = [block for block in blocks(page) if block.runs or block.needs == {"time"}]
         if not marked:
             continue
         print(f"\n{page.relative_to(ROOT)}")
         done = run_page(page, marked, arguments.out)
         failed += any(one.status for one in done)
         if arguments.record and not failed:
-            text = page.read_text()
-            assert TIMES.search(text), f"{page} has no marks for the table"
-            page.write_text(TIMES.sub(lambda m: f"{m[1]}{table(done)}\n{m[2]}", text))
+            record(page, table(done))
     print(f"\n{failed} pages with a command that failed" if failed else "\nall commands ran")
     return int(failed > 0)
 

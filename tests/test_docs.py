@@ -33,7 +33,6 @@ SMALL = {
     "--tracking.enabled false",
     "prepare": "--limit 4 --max_new_tokens 40",
     "bench": "--per_family 1 --max_new_tokens 8",
-    "validate-export": "--num_prompts 1 --max_new_tokens 8",
     "decode": "--max_new_tokens 16",
 }
 
