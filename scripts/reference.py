@@ -21,12 +21,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
 
+from dflow_lightning import cli
 from dflow_lightning.__main__ import RUNS, TOOLS, usage
 from dflow_lightning.__main__ import main as main_command
 from dflow_lightning.cli import SECTIONS
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.module import DrafterModule
 
+MODULES = getattr(cli, "MODULES", {"block": DrafterModule})  # what `model` is, by method
 LINKED = {"data.tokenizer"}  # set from another key, never by a recipe
 CONFIG = Path("docs/reference-config.md")
 COMMANDS = Path("docs/reference-commands.md")
@@ -188,8 +190,12 @@ def sentence(text: str) -> str:
 def config_page() -> str:
     """docs/reference-config.md."""
     lines = [CONFIG_HEAD]
-    for section, kind in {"model": DrafterModule, "data": ChatDataModule, **SECTIONS}.items():
-        lines += [f"## {section}", "", headline(kind), ""]
+    first, *others = MODULES.items()
+    sections = [("model", first[1]), ("data", ChatDataModule), *SECTIONS.items()]
+    titled = [(section, section, kind) for section, kind in sections]
+    titled += [(f"model, method {method}", "model", kind) for method, kind in others]
+    for title, section, kind in titled:
+        lines += [f"## {title}", "", headline(kind), ""]
         groups: dict[str, list[Key]] = {}
         for key in keys(kind, f"{section}."):
             groups.setdefault(key.name.rpartition(".")[0], []).append(key)
