@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make env PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing into .venv (some minutes the first time)"
-	@$(BIN)/python -m pip install -qq -c constraints/cpu.txt -e '.[dev,plots]'
+	@$(BIN)/python -m pip install -qq -c constraints/cpu.txt -e '.[dev,docs,plots]'
 	@touch $@
 
 demo: env ## train, measure and export the tiny DFlow drafter
@@ -158,6 +158,18 @@ $(RELEASE)/.installed: constraints/release.txt
 
 doctor-faults: env ## every fault that doctor is shown, and the line that finds it
 	OMP_NUM_THREADS=1 $(BIN)/python tests/doctor_faults.py
+
+docs: env ## build the documentation into build/site; a dead link or a page without a way to it is an error
+	$(BIN)/mkdocs build --quiet --clean
+
+reference: env ## make docs/reference-*.md again from the signatures
+	$(BIN)/python scripts/reference.py
+
+figures: env ## draw the figures of docs/relay.md again
+	$(BIN)/python scripts/figures.py
+
+docs-commands: env ## run every command of README and docs as it stands, in a fresh folder, and time it
+	$(BIN)/python tests/run_docs.py
 
 clean: ## remove caches; keeps .venv and runs
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
