@@ -24,10 +24,12 @@ LAYERS = [
         *("signals", "guards", "replay"),
         *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality", "overlap"),
         *("report", "charts", "ui"),
+        *("sweep_folder", "sweep_member", "sweep_store", "sweep_table"),
         *("serving", "validate_export"),
     },
     {
         *("arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"),
+        "sweep",
         *(
             "doctor",
             "doctor_check",

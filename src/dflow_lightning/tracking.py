@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 PARAM_LIMIT = 250  # characters; a longer value stays in the recipe artifact alone
 PARAMS_PER_CALL = 100  # MLflow refuses more in one batch
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
+PARENT_TAG = "mlflow.parentRunId"  # by which MLflow's own pages nest runs
 GIVE_UP_AFTER = 3  # failures in a row: a dead server must not cost a timeout at every step
 
 
@@ -35,6 +36,14 @@ def flatten(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
+def calmly() -> None:
+    """Import MLflow without its messages."""
+    import mlflow  # noqa: F401 - sets its log level to INFO, once
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel("ERROR")
+
+
 class RunLogger(MLFlowLogger):
     """Lightning's MLflow logger, made safe for long runs.
 
@@ -43,7 +52,14 @@ class RunLogger(MLFlowLogger):
     """
 
     def __init__(
-        self, run_dir: Path, *, experiment: str, run_name: str, uri: str, run_id: str | None = None
+        self,
+        run_dir: Path,
+        *,
+        experiment: str,
+        run_name: str,
+        uri: str,
+        run_id: str | None = None,
+        parent_run_id: str | None = None,
     ):
         local = uri.startswith("sqlite:")  # MLflow would put artifacts into the working directory
         super().__init__(
@@ -51,6 +67,7 @@ class RunLogger(MLFlowLogger):
             run_name=run_name,
             tracking_uri=uri,
             run_id=run_id,
+            tags={PARENT_TAG: parent_run_id} if parent_run_id else None,
             artifact_location=(run_dir / "artifacts").resolve().as_uri() if local else None,
         )
         self.outcome: str | None = None  # set where Lightning would only say "failed"
@@ -164,6 +181,7 @@ class Tracking(Callback):
         run_name: Name of the run; the run folder's name when left out.
         uri: Address of the MLflow store. When left out: the variable MLFLOW_TRACKING_URI, or else
             the file mlflow.db in the run folder.
+        parent_run_id: An MLflow run of the same store to nest this one under.
     """
 
     def __init__(
@@ -173,18 +191,18 @@ class Tracking(Callback):
         experiment: str = "dflow",
         run_name: str | None = None,
         uri: str | None = None,
+        parent_run_id: str | None = None,
     ):
         self.enabled = enabled
         self.experiment = experiment
         self.run_name = run_name
         self.uri = uri
+        self.parent_run_id = parent_run_id
         self.logger: RunLogger | None = None
 
     def open(self, run_dir: Path, run_id: str | None = None, suffix: str = "") -> RunLogger:
         """The logger of a run in `run_dir`, continuing `run_id` where the store holds it."""
-        import mlflow  # noqa: F401 - sets its log level to INFO, once
-
-        logging.getLogger("mlflow").setLevel("ERROR")
+        calmly()
         uri = self.uri or os.environ.get(URI_VARIABLE)
         if uri is None:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -197,6 +215,7 @@ class Tracking(Callback):
             run_name=(self.run_name or run_dir.name) + suffix,
             uri=uri,
             run_id=run_id,
+            parent_run_id=self.parent_run_id,
         )
         return self.logger
 
