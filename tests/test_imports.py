@@ -11,7 +11,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
     {"errors", "atomic", "checks", "fingerprint"},
-    {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics"},
+    {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics", "overlap_record"},
     {"target", "dims", "drafter", "relay", "causal_head", "eagle3"},
     {
         *("draft", "drafter_folder", "relay_folder", "integrity", "rollout", "decode", "data"),
@@ -23,7 +23,8 @@ LAYERS = [
         *("checkpoint", "export", "export_speculators", "engine_contract", "model_card"),
         *("signals", "guards", "replay"),
         *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality", "overlap"),
-        *("report", "charts", "ui"),
+        *("report", "report_page", "report_overlap", "report_runs", "report_plots"),
+        *("charts", "ui"),
         *("sweep_folder", "sweep_member", "sweep_store", "sweep_table"),
         *("serving", "validate_export"),
     },

@@ -11,7 +11,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from dflow_lightning.bench_row import Row
-    from dflow_lightning.overlap import Overlap
+    from dflow_lightning.overlap_record import Overlap
 
 PLAIN_WIDTH = 80
 LISTED = 10
