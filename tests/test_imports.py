@@ -11,7 +11,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
     {"errors", "atomic", "checks", "embedded", "fingerprint", "stopwatch", "terminal"},
-    {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics", "soft_targets"},
+    {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics", "overlap_record", "soft_targets"},
     {"target", "dims", "drafter", "relay", "carryover", "causal_head", "eagle3"},
     {
         *("draft", "drafter_folder", "relay_folder", "integrity", "rollout", "decode", "data"),
@@ -30,12 +30,15 @@ LAYERS = [
         *("engine_contract", "model_card"),
         *("signals", "guards", "replay"),
         *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality", "overlap"),
-        *("report", "charts", "ui", "registry", "sync"),
+        *("report", "report_page", "report_overlap", "report_runs", "report_plots"),
+        *("charts", "ui", "registry", "sync"),
+        *("sweep_folder", "sweep_member", "sweep_store", "sweep_table"),
         *("serving", "validate_export"),
     },
     {
         *("completion", "demo", "recipe_base", "training_run"),
         *("arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"),
+        "sweep",
         *(
             "doctor",
             "doctor_check",

@@ -7,14 +7,8 @@ from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.errors import InputError
 from dflow_lightning.measure import BenchSettings, prompt_seed
-from dflow_lightning.overlap import (
-    Overlap,
-    PairedDecoding,
-    PairedRound,
-    TwoDrafts,
-    answer_entropies,
-    measure_overlap,
-)
+from dflow_lightning.overlap import PairedDecoding, answer_entropies, measure_overlap
+from dflow_lightning.overlap_record import Overlap, PairedRound, TwoDrafts
 
 PROMPTS = [Prompt(f"{f}-{i}", f, [40 + i, 60, 7 * i + 3], []) for f in ("a", "b") for i in range(2)]
 

@@ -12,6 +12,7 @@ RUNS = {
     "fit": "train a drafter from a recipe",
     "validate": "decode validation prompts with a checkpoint, relay on and off",
     "test": "the same on the test prompts",
+    "sweep": "run recipes times seeds one after the other, and measure each",
     "plan": "say what a recipe needs before it is run",
     "doctor": "check this environment, and a recipe on one batch",
     "completion": "print a script that completes commands, options and paths",
@@ -98,6 +99,10 @@ def dispatch(args: list[str]) -> int:
         from dflow_lightning.plan import run as plan
 
         return plan(args[1:])
+    elif command == "sweep":
+        from dflow_lightning.sweep import run as sweep
+
+        return sweep(args[1:])
     elif command == "doctor":
         from dflow_lightning.doctor import run as doctor
 

@@ -13,7 +13,7 @@ from dflow_lightning.terminal import print_table, screen
 
 if TYPE_CHECKING:
     from dflow_lightning.bench_row import Row
-    from dflow_lightning.overlap import Overlap
+    from dflow_lightning.overlap_record import Overlap
 
 LISTED = 10
 COLUMNS = 6  # concurrencies that fit beside each other

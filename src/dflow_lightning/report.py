@@ -8,6 +8,8 @@ from dflow_lightning import atomic
 from dflow_lightning.bench_table import short_names
 from dflow_lightning.charts import Series, bar_chart, hatch_definitions, rate_chart, share_chart
 from dflow_lightning.errors import InputError
+from dflow_lightning.report_overlap import paired_tables, read_overlaps, unpaired_table
+from dflow_lightning.report_page import milliseconds, number, page, table
 
 # What has to be equal before two files may stand in one table: other values of these change tau.
 SAME_CONDITIONS = (
@@ -36,32 +38,36 @@ ROW_KEYS = (
     "lossless",
 )
 LOSSLESS = {True: "yes", False: "NO", None: "not asserted"}
-STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#111}
-table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums;display:block;
-overflow-x:auto}
-th,td{padding:.25rem .7rem;border-bottom:1px solid #ccc;text-align:right;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}
-thead th{border-bottom:2px solid #111}
-code,pre{background:#f2f2f2;padding:.1rem .3rem;overflow-wrap:anywhere}
-pre{padding:.6rem;overflow-x:auto}
-svg{max-width:100%;height:auto;margin:.5rem 0}
-figcaption{color:#444}
-"""
 
 
-def report_command(*, bench: list[Path], out: Path) -> None:
-    """Turn bench results into one HTML page that needs nothing beside it.
+def report_command(
+    *,
+    out: Path,
+    bench: list[Path] = [],  # noqa: B006  (read by the command line, never changed)
+    runs: list[Path] = [],  # noqa: B006
+    sweep: Path | None = None,
+) -> None:
+    """Turn results into one HTML page: of bench files, or of whole runs, with pictures beside it.
 
     Args:
+        out: the HTML file to write; pictures of runs go to a folder of that name.
         bench: JSON files written by `dflow-train bench`, measured under the same conditions.
-        out: the HTML file to write.
+        runs: run folders with a `bench.json`, or folders of such; `<name>-<seed>` tells seeds.
+        sweep: the folder of a `dflow-train sweep`.
     """
-    if not bench:
-        raise InputError("bench: no file given; pass --bench out.json")
+    given = [name for name, value in (("bench", bench), ("runs", runs), ("sweep", sweep)) if value]
+    if not given:
+        raise InputError("bench: no file given; pass --bench out.json, --runs DIR or --sweep DIR")
+    if len(given) > 1:
+        raise InputError(f"{given[1]}: given beside {given[0]}; write a report of each")
     atomic.check_writable(out, "out")
+    if not bench:
+        from dflow_lightning.report_runs import report_runs
+
+        report_runs(runs, sweep, out)
+        return
     results = [read_result(path) for path in bench]
-    check_same_conditions(bench, results)
+    check_same_conditions([str(path) for path in bench], results)
     atomic.write_text(out, render([str(path) for path in bench], results))
     num_rows = sum(len(result["rows"]) for result in results)
     print(f"report of {num_rows} rows written to {out}")
@@ -92,7 +98,7 @@ def read_result(path: Path) -> dict:
     return result
 
 
-def check_same_conditions(paths: list[Path], results: list[dict]) -> None:
+def check_same_conditions(paths: list[str], results: list[dict], field: str = "bench") -> None:
     """Refuse to set numbers side by side that were not measured alike."""
     first = results[0]["environment"]
     for path, result in zip(paths[1:], results[1:], strict=True):
@@ -100,8 +106,8 @@ def check_same_conditions(paths: list[Path], results: list[dict]) -> None:
             ours, theirs = first.get(key), result["environment"].get(key)
             if ours != theirs:
                 raise InputError(
-                    f"bench: {paths[0]} and {path} differ in {key} ({ours} and {theirs}), so their "
-                    "numbers cannot stand in one table; write a report of each"
+                    f"{field}: {paths[0]} and {path} differ in {key} ({ours} and {theirs}), so "
+                    "their numbers cannot stand in one table; write a report of each"
                 )
 
 
@@ -117,15 +123,20 @@ def render(sources: list[str], results: list[dict]) -> str:
         temperature, rule, engine = key
         parts.append(f"<h2>Temperature {temperature:g} ({escape(rule)}, {escape(engine)})</h2>")
         parts += section(with_names(chosen))
+    parts += overlap_section(results)
     for source, result in zip(sources, results, strict=True):
         parts.append(environment_table(source, result["environment"]))
-    body = "\n".join(parts)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>dflow-lightning bench</title><style>{STYLE}</style></head>\n"
-        f"<body>\n{body}\n</body></html>\n"
-    )
+    return page("dflow-lightning bench", parts)
+
+
+def overlap_section(results: list[dict]) -> list[str]:
+    """Where the relay helps, for the drafters whose rounds were paired."""
+    records = read_overlaps([one for result in results for one in result.get("overlap") or []])
+    names = short_names([one.drafter for one in records])
+    parts = ["<h2>Where the relay helps</h2>"] if records else []
+    for drafter in dict.fromkeys(one.drafter for one in records):
+        parts += paired_tables([one for one in records if one.drafter == drafter], names[drafter])
+    return parts
 
 
 def comparable(rows: list[dict]) -> dict[tuple[float, str, str], list[dict]]:
@@ -148,6 +159,8 @@ def section(rows: list[dict]) -> list[str]:
     common = common_concurrency(rows)
     one = [row for row in rows if row["concurrency"] == common]
     parts = [tau_table(one), speed_table(one, common), *charts(one)]
+    for drafter in dict.fromkeys(row["drafter"] for row in one if row["relay"] == "on"):
+        parts += unpaired_table([row for row in one if row["drafter"] == drafter], drafter)
     if len({row["concurrency"] for row in rows}) > 1:
         parts += [throughput_table(rows), *throughput_chart(rows)]
     return parts
@@ -324,22 +337,3 @@ def environment_table(source: str, environment: dict) -> str:
     return f"<h2>How {escape(source)} was measured</h2><pre>{escape(str(command))}</pre>" + table(
         "Environment", ["what", "value"], lines
     )
-
-
-def table(caption: str, header: list[str], lines: list[list[str]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines
-    )
-    return (
-        f"<h3>{escape(caption)}</h3><table><thead><tr>{head}</tr></thead>"
-        f"<tbody>{body}</tbody></table>"
-    )
-
-
-def number(value: float | None, digits: int = 3, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.{digits}f}{unit}"
-
-
-def milliseconds(seconds: float | None) -> str:
-    return number(None if seconds is None else 1000 * seconds, 2)
