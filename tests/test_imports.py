@@ -11,7 +11,10 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
     {"errors", "atomic", "checks", "embedded", "fingerprint", "stopwatch", "terminal"},
-    {"acceptance", "attention", "blocks", "flex_blocks", "loss", "metrics", "overlap_record", "soft_targets"},
+    {
+        *("acceptance", "attention", "blocks", "flex_blocks"),
+        *("loss", "metrics", "overlap_record", "soft_targets"),
+    },
     {"target", "dims", "drafter", "relay", "carryover", "causal_head", "eagle3"},
     {
         *("draft", "drafter_folder", "relay_folder", "integrity", "rollout", "decode", "data"),

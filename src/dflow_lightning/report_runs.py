@@ -145,7 +145,7 @@ def read_curves(folder: Path) -> Curves:
         return {}
     from mlflow import MlflowClient
 
-    from dflow_lightning.tracking import calmly
+    from dflow_lightning.tracking_store import calmly
 
     calmly()
     client = MlflowClient(f"sqlite:///{store.resolve()}")

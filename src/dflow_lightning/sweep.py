@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from dflow_lightning.arguments import ToolParser, spell_out
+from dflow_lightning.arguments import option_types, ToolParser, spell_out
 from dflow_lightning.cli import TrainCLI, quiet
 from dflow_lightning.errors import InputError
 from dflow_lightning.signals import Signals
@@ -87,7 +87,9 @@ def run(args: Sequence[str]) -> int:
     own, overrides = split(args)
     parser = ToolParser(prog="dflow-train sweep", description=SweepSettings.__doc__)
     parser.add_class_arguments(SweepSettings)
-    settings = parser.instantiate_classes(parser.parse_args(spell_out(SweepSettings, own)))
+    settings = parser.instantiate_classes(
+        parser.parse_args(spell_out(option_types(SweepSettings), own))
+    )
     settings = SweepSettings(**vars(settings))
     recipes = {path.stem: read_recipe(path, overrides) for path in settings.config}
     command = shlex.join(["dflow-train", "sweep", *args])

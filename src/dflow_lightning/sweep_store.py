@@ -1,13 +1,13 @@
 """The MLflow record of a sweep: one parent run, and a child for each of its runs."""
 
 import json
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from dflow_lightning.sweep_folder import SweepFolder
 from dflow_lightning.tracking_logger import URI_VARIABLE
+from dflow_lightning.tracking_store import calmly
 
 PARENT_TAG = "mlflow.parentRunId"  # by which MLflow's own pages nest runs
 
@@ -25,10 +25,8 @@ class SweepStore:
 
         A parent run of an earlier call is continued.
         """
+        calmly()
         from mlflow import MlflowClient
-
-        for talkative in ("mlflow", "alembic"):
-            logging.getLogger(talkative).setLevel("ERROR")
 
         path = folder.path.resolve()
         uri = os.environ.get(URI_VARIABLE) or f"sqlite:///{path / 'mlflow.db'}"

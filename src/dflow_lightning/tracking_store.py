@@ -14,6 +14,7 @@ by name, step, time and value, and a run is found again by the tag `dflow.key`.
 
 import base64
 import hashlib
+import logging
 import os
 import re
 import tempfile
@@ -36,6 +37,14 @@ REFUSALS = ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES
 def refused(error: Exception) -> bool:
     """Whether the store took a look and said no, as opposed to being away, full or broken."""
     return getattr(error, "error_code", None) in REFUSALS
+
+
+def calmly() -> None:
+    """Import MLflow without its messages."""
+    import mlflow  # noqa: F401 - sets its log level to INFO, once
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel("ERROR")
 
 
 def clean_name(name: str) -> str:
