@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from dflow_lightning.arguments import option_types, ToolParser, spell_out
+from dflow_lightning.arguments import ToolParser, option_types, spell_out
 from dflow_lightning.cli import TrainCLI, quiet
 from dflow_lightning.errors import InputError
 from dflow_lightning.signals import Signals
