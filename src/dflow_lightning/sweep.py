@@ -43,6 +43,7 @@ class SweepSettings:
         temperature: one or more, separated by commas.
         concurrency: requests in flight at the same time.
         max_new_tokens: upper limit of an answer.
+        overlap: also measure where each relay helps; takes as long again.
     """
 
     config: list[Path]
@@ -54,6 +55,7 @@ class SweepSettings:
     temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
     concurrency: int = 8
     max_new_tokens: int = 128
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if not self.config:
@@ -72,14 +74,15 @@ class SweepSettings:
                 )
             stems[path.stem] = path
 
-    def bench_options(self) -> list[str]:
-        """How every drafter of the sweep is measured."""
+    def bench_options(self, *, relay: bool = True) -> list[str]:
+        """How every drafter of the sweep is measured, with or without a relay."""
         options = [
             "--suite", self.suite, "--per_family", str(self.per_family),
             "--temperature", ",".join(f"{t:g}" for t in self.temperature),
             "--concurrency", str(self.concurrency), "--max_new_tokens", str(self.max_new_tokens),
         ]  # fmt: skip
-        return options + ([] if self.limit is None else ["--limit", str(self.limit)])
+        options += [] if self.limit is None else ["--limit", str(self.limit)]
+        return options + ["--overlap"] * (self.overlap and relay)
 
 
 def run(args: Sequence[str]) -> int:
@@ -100,15 +103,28 @@ def run(args: Sequence[str]) -> int:
             settings.bench_options(),
         )
         members = [
-            Member(
-                path, seed, folder.path, recipes[path.stem]["trainer"]["max_steps"],
-                recipes[path.stem]["model"]["target"]["path"], overrides, settings.bench_options(),
-            )
+            member_of(path, seed, recipes[path.stem], settings, overrides)
             for seed, path in itertools.product(range(settings.seeds), settings.config)
-        ]  # fmt: skip
+        ]
         tracked = all(recipe["tracking"]["enabled"] for recipe in recipes.values())
         store = SweepStore.open(folder, command) if tracked else None
         return run_members(members, Children(folder.lock), store, command)
+
+
+def member_of(
+    path: Path, seed: int, recipe: dict[str, Any], settings: SweepSettings, overrides: list[str]
+) -> Member:
+    """A run of the sweep, from its resolved recipe."""
+    relay = bool((recipe["model"].get("relay") or {}).get("enabled"))
+    return Member(
+        path,
+        seed,
+        settings.out,
+        recipe["trainer"]["max_steps"],
+        recipe["model"]["target"]["path"],
+        overrides,
+        settings.bench_options(relay=relay),
+    )
 
 
 def run_members(
