@@ -44,8 +44,6 @@ COMMANDS = {
     "--limit 8 --max_new_tokens 32 --verify",
     "inspect": f"inspect --data {TARGET}/prompts/train.jsonl --row 3 --target {TARGET}",
     "export": "export --checkpoint WORK/run/checkpoints/best.ckpt --out WORK/export",
-    "validate-export": f"validate-export --drafter {DRAFTER} --target {TARGET} --num_prompts 2 "
-    "--max_new_tokens 8",
     "decode": f"decode --target {TARGET} --drafter {DRAFTER} --prompt 'What_is_17_+_4?' "
     "--max_new_tokens 32",
     "bench": f"bench --target {TARGET} --drafter data/tiny-drafters/dflash --drafter {DRAFTER} "
@@ -85,7 +83,6 @@ INTERRUPTS = {
         r"tokens/s",
     ),
     "doctor": ("doctor --config recipes/tiny-dflow.yaml", r"packages"),
-    "validate-export": (f"validate-export --drafter {DRAFTER} --target {TARGET}", r"ok"),
 }
 CUT = re.compile(r"…|\ufffd|Traceback|Exception ignored")
 

@@ -41,7 +41,7 @@ INTERPOLATION = {"parser_mode": "omegaconf+"}  # plain `omegaconf` leaves stale 
 COMMANDS = ("fit", "validate", "test")
 
 
-class RunParser(OneSentence, LightningArgumentParser):
+class RunParser(OneSentence, LightningArgumentParser):  # type: ignore[misc]
     """LightningCLI's parser with errors in one sentence."""
 
 
