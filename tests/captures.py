@@ -27,15 +27,15 @@ TARGET, DRAFTER = "data/tiny-qwen3", "data/tiny-drafters/dflow"
 WIDTHS = (80, 200)
 INTERRUPTED = 130
 
-SMALL = """--config recipes/tiny-dflow.yaml --trainer.val_check_interval 20
+SMALL = """--config recipes/tiny-dflow.yaml --trainer.val_check_interval 10
     --validation.prompts_per_family 1 --validation.max_new_tokens 16 --data.limit_validation 2"""
 COMMANDS = {
     "help": "--help",
     "fit-help": "fit --help",
     "bench-help": "bench --help",
     "mistake": "fit --config recipes/tiny-dflow.yaml --model.drafter.blocksize 3",
-    "fit": f"fit {SMALL} --run_dir WORK/run --trainer.max_steps 40",
-    "resume": f"fit {SMALL} --run_dir WORK/run --trainer.max_steps 60 --ckpt_path last",
+    "fit": f"fit {SMALL} --run_dir WORK/run --trainer.max_steps 20",
+    "resume": f"fit {SMALL} --run_dir WORK/run --trainer.max_steps 30 --ckpt_path last",
     "plan": "plan --config recipes/qwen3-8b-dflow.yaml --target_config WORK/qwen3-8b --rows 800000",
     "plan-tiny": "plan --config recipes/tiny-dflow.yaml --gpus 1 --measure",
     "doctor": "doctor",
@@ -103,8 +103,9 @@ def dflow_train(words: str, work: Path) -> Callable[[], int]:
 
 def check_terminal(seen: Seen, columns: int) -> list[str]:
     """What is wrong with a screen."""
-    # argparse does not break the name of an option and its value.
-    wide = [w for w in seen.paper.wide.values() if not re.fullmatch(r" *\[--\S+ \S+\] *", w)]
+    # argparse does not break the name of an option and its value, and ^C is the terminal's own.
+    fine = re.compile(rf" *\[--\S+ \S+\] *|.{{,{columns}}}\^C")
+    wide = [line for line in seen.paper.wide.values() if not fine.fullmatch(line)]
     found = [f"too wide: {line}" for line in wide[:3]]
     found += [f"cut: {line}" for line in seen.paper.text_lines() if CUT.search(line)]
     return found + ([] if seen.status in (0, 2) else [f"status {seen.status}"])
