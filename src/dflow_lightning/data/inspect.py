@@ -193,7 +193,7 @@ def show(
         for part, supervised in parts:
             marked = part if coloured or not supervised else f"«{part}»"
             text.append(visible(marked), SUPERVISED if supervised else None)
-        console.print(text, highlight=False, soft_wrap=not console.is_terminal)
+        console.print(text, highlight=False)
 
     for line in lines:
         put((line, False))
