@@ -432,7 +432,7 @@ def test_the_table_of_concurrencies_fits_80_columns(decoder, prompts):
     assert max(map(len, lines)) <= 80
     for power in range(8):
         assert sum(f"{10000 + power}" in line for line in lines) == 1  # plain once
-        assert sum(f"{20000 + power} " in line for line in lines) == (4 if power == 0 else 2)
+        assert sum(f"{20000 + power} " in f"{line} " for line in lines) == (4 if power == 0 else 2)
         assert sum(f"{10 + power}.25x" in line for line in lines) == (4 if power == 0 else 2)
     assert sum("concurrency 1:" in line for line in lines) == 1
 

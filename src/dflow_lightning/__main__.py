@@ -142,7 +142,8 @@ def outcome(args: list[str]) -> int:
         complain(error)
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        # The terminal has echoed ^C where the cursor was.
+        print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr)
         return 130
     except SystemExit as stop:  # argparse leaves this way, after --help for one
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -88,10 +88,8 @@ def short_names(drafters: Sequence[str]) -> dict[str, str]:
 
 
 def _table(is_terminal: bool) -> Table:
-    return Table(
-        box=box.SIMPLE_HEAD if is_terminal else None,
-        padding=(0, 1) if is_terminal else (0, 1, 0, 0),
-    )
+    # Ten columns of numbers and a name that folds only where it is long: 80 are not many.
+    return Table(box=box.SIMPLE_HEAD if is_terminal else None, padding=(0, 1, 0, 0))
 
 
 def _add_names(table: Table, *, relay: bool = True) -> None:

@@ -49,7 +49,7 @@ METHOD_HELP = (
 )
 
 
-class RunParser(OneSentence, LightningArgumentParser):
+class RunParser(OneSentence, LightningArgumentParser):  # type: ignore[misc]
     """LightningCLI's parser with errors in one sentence."""
 
 

@@ -79,7 +79,7 @@ def parsers_of_commands() -> dict[str, Any]:
     parsers["plan"] = parsers["doctor"] = capture_parser(lambda: parse_plan([]))
     for name in TOOLS:
         tool = load_tool(name)
-        root = capture_parser(lambda name=name, tool=tool: call_tool(name, tool, [name]))  # type: ignore[misc]
+        root = capture_parser(lambda name=name, tool=tool: call_tool(name, tool, [name]))
         parsers[name] = next(
             action for action in root._actions if isinstance(action, argparse._SubParsersAction)
         ).choices[name]

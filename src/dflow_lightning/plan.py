@@ -321,8 +321,8 @@ def disk(plan: Plan) -> list[str]:
     tokens = rows * plan.recipe.data.max_length
     cache = tokens * plan.drafter.fc.in_features * plan.target_bytes / 1e12
     return [
-        f"disk     {amount((files + 1) * size)} GB: {files} checkpoints of {amount(size)}, one more "
-        "while written",
+        f"disk     {amount((files + 1) * size)} GB: {files} checkpoints of {amount(size)}, one more"
+        " while written",
         f"  export   {amount(plan.trained * 2 / 1e9)} GB in bfloat16",
         f"  cache    none; features of {rows:,} rows would take up to {amount(cache)} TB",
     ]

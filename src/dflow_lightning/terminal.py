@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console
@@ -35,12 +35,12 @@ class Screen(Console):
         raise
 
 
-def is_live(stream: TextIO) -> bool:
+def is_live(stream: IO[str]) -> bool:
     """Whether lines of the stream can be written again: a terminal that moves its cursor."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
-def screen(stream: TextIO | None = None) -> Screen:
+def screen(stream: IO[str] | None = None) -> Screen:
     """The console of a stream, standard output by default; in a pipe it is 80 wide."""
     stream = sys.stdout if stream is None else stream
     return Screen(file=stream, width=None if stream.isatty() else PLAIN_WIDTH)
@@ -48,7 +48,7 @@ def screen(stream: TextIO | None = None) -> Screen:
 
 def bar(
     *columns: ProgressColumn,
-    stream: TextIO,
+    stream: IO[str],
     kind: type[Progress] = Progress,
     transient: bool = False,
 ) -> Any:
@@ -80,7 +80,7 @@ def print_table(console: Console, rows: Table) -> None:
     console.out("\n".join(lines), highlight=False)
 
 
-def labelled(label: str, text: str, stream: TextIO | None = None) -> str:
+def labelled(label: str, text: str, stream: IO[str] | None = None) -> str:
     """A label and its text; on a terminal what does not fit is folded below the text's beginning.
 
     Args:
@@ -139,7 +139,7 @@ class _Nowhere(StringIO):
         return len(text)
 
 
-def hush(stream: TextIO) -> None:
+def hush(stream: IO[str]) -> None:
     """Whatever is printed to the stream from now on is dropped, at the interpreter's end too."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
