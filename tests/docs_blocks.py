@@ -102,3 +102,21 @@ def our_arguments(command: str) -> list[str] | None:
     split = words(command)
     names = [Path(word).name for word in split]
     return split[names.index("dflow-train") + 1 :] if "dflow-train" in names else None
+
+
+def sentences(page: Path) -> list[str]:
+    """Our commands with options inside the sentences and tables of a page, placeholders filled."""
+    recipe = "recipes/tiny-dflow.yaml"
+    filled = {
+        "COMMAND": "fit",
+        "RECIPE": recipe,
+        "OVERLAY": "recipes/hardware/2xcpu.yaml",
+        "...": recipe,
+    }
+    found = set()
+    for span in re.findall(r"`(dflow-train [^`]* --[^`]*)`", FENCE.sub("", page.read_text())):
+        command = re.sub(r"[\[\]]", "", " ".join(span.split())).replace("<name>", "tiny-dflow")
+        for word, value in filled.items():
+            command = re.sub(rf"(?<= ){re.escape(word)}(?= |$)", value, command)
+        found.add(command)
+    return sorted(found)

@@ -23,8 +23,9 @@ def parse_problem(command: str, call: Call) -> str | None:
         return None  # the environment of `make env`
     if split[0] == "make":
         return make_problem(split[1:])
-    if split[0].rpartition("/")[2] in ("python", "pytest", "pre-commit"):
-        gone = [word for word in split[1:] if "/" in word and not (ROOT / word).exists()]
+    files = [word for word in split[1:] if word.endswith(".py")]
+    if split[0].rpartition("/")[2] in ("python", "pytest") and files:
+        gone = [word for word in files if not (ROOT / word).exists()]
         return f"{gone[0]} does not exist" if gone else None
     return "neither dflow-train nor make; mark the block with what it needs, or let it run"
 

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from docs_blocks import LANGUAGES, NEEDS, PAGES, ROOT, Block, blocks, commands, our_arguments
+from docs_blocks import (
+    LANGUAGES,
+    NEEDS,
+    PAGES,
+    ROOT,
+    Block,
+    blocks,
+    commands,
+    our_arguments,
+    sentences,
+)
 from docs_parse import parse_problem
 
 from dflow_lightning import __main__ as entry
@@ -57,17 +68,23 @@ def test_a_block_says_what_it_is(block: Block) -> None:
     assert not (block.runs and block.language not in ("bash", "python")), block.where
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_is_run_or_parsed_or_marked(
-    page: Path, launch: "Launcher", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The arguments of `dflow-train` and the targets of `make` are parsed under every mark."""
+@pytest.fixture
+def parse(launch: "Launcher", monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str | None]:
+    """What is wrong with a command of a page; a reader stands in the repository."""
     monkeypatch.chdir(ROOT)
 
     def call(*arguments: str) -> tuple[int, str, str]:
         done = launch(*arguments)
         return done.status, done.out, done.err
 
+    return lambda command: parse_problem(command, call)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_is_run_or_parsed_or_marked(
+    page: Path, parse: Callable[[str], str | None]
+) -> None:
+    """The arguments of `dflow-train` and the targets of `make` are parsed under every mark."""
     problems = []
     for block in blocks(page):
         if block.language == "python" and not block.needs:
@@ -76,23 +93,29 @@ def test_every_command_is_run_or_parsed_or_marked(
             marked = block.runs or block.needs
             if marked and our_arguments(command) is None and not command.startswith("make "):
                 continue
-            if (problem := parse_problem(command, call)) is not None:
+            if (problem := parse(command)) is not None:
                 problems.append(f"{block.where}: {command.splitlines()[0]}: {problem}")
     assert not problems, "\n".join(problems)
 
 
-def test_a_command_that_nobody_looks_at_is_a_problem(launch: "Launcher") -> None:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        done = launch(*arguments)
-        return done.status, done.out, done.err
+def test_commands_in_sentences_have_their_options(parse: Callable[[str], str | None]) -> None:
+    """They may leave out what is needed (`dflow-train decode --relay off`)."""
+    spoken_of = {command for page in PAGES for command in sentences(page)}
+    problems = {command: parse(command) or "" for command in sorted(spoken_of)}
+    assert len(problems) > 15
+    assert not [f"{c}: {p}" for c, p in problems.items() if p and " is missing: " not in p]
 
-    assert parse_problem("curl example.org", call) is not None
-    assert parse_problem("make nonsense", call) == "make has no nonsense"
-    assert "unknown key 'nonsense'" in str(parse_problem("dflow-train ui --nonsense 1", call))
-    assert parse_problem("dflow-train nonsense", call) == "no command nonsense"
-    assert parse_problem("OMP_NUM_THREADS=1 python scripts/gone.py", call) is not None
-    assert "gone.yaml" in str(parse_problem("dflow-train fit --config gone.yaml", call))
-    assert parse_problem("torchrun --no-python dflow-train ui --run nowhere", call) is None
+
+def test_a_command_that_nobody_looks_at_is_a_problem(parse: Callable[[str], str | None]) -> None:
+    assert parse("curl example.org") is not None
+    assert parse("python -c 1") is not None
+    assert parse("OMP_NUM_THREADS=1 python scripts/gone.py") == "scripts/gone.py does not exist"
+    assert parse("make nonsense") == "make has no nonsense"
+    assert parse("dflow-train nonsense") == "no command nonsense"
+    assert parse("dflow-train doctor --nonsense") == "doctor has no --nonsense"
+    assert "unknown key 'nonsense'" in str(parse("dflow-train ui --nonsense 1"))
+    assert "gone.yaml" in str(parse("dflow-train fit --config gone.yaml"))
+    assert parse("torchrun --no-python dflow-train ui --run nowhere") is None
 
 
 @pytest.fixture(scope="module")
@@ -212,16 +235,8 @@ def test_figures_are_what_the_script_draws(tmp_path: Path) -> None:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--site-dir",
-        tmp_path,
-    ]
+    arguments = ["build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
     assert (tmp_path / "relay.html").is_file()
