@@ -1,6 +1,7 @@
 """Domino's causal head: against loops and nn.GRU, in training, in rollouts and in decoding."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from dflow_lightning.decode.engine import MODES
 from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.draft import chained_tokens
 from dflow_lightning.drafter import Drafter
-from dflow_lightning.rollout import Rollout, Round, clean_forward
+from dflow_lightning.rollout import OnlineRollout, Rollout, Round, clean_forward
 
 K, J = 4, 3
 
@@ -193,18 +194,43 @@ class Shares(Callback):
         self.untouched += [n for n, p in module.named_parameters() if p.grad is None]
 
 
+def fit(module, batch, folder, *callbacks: Callback, ckpt_path=None) -> None:
+    trainer = Trainer(
+        max_steps=4, limit_val_batches=0, accelerator="cpu", logger=False, callbacks=[*callbacks],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(module, Repeated(batch), Repeated(batch), ckpt_path=ckpt_path, weights_only=True)
+
+
 def test_the_trainer_turns_the_share_down_and_touches_every_parameter(tiny_target_dir, tmp_path):
     module = make_module(tiny_target_dir, relay=False, causal_head=True)
     batch, shares = one_text(module, [3, 5, 7, 9], 40), Shares()
-    trainer = Trainer(
-        max_steps=4, limit_val_batches=0, accelerator="cpu", logger=False, callbacks=[shares],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(module, Repeated(batch), Repeated(batch))
+    fit(module, batch, tmp_path, shares)
     assert shares.seen == pytest.approx([1.0, 0.75, 0.5, 0.25])
     assert shares.untouched == []
     assert module.eval().base_share == 0.0
+
+
+class SavedAtTwo(Callback):
+    """Writes a checkpoint after the second step."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "two.ckpt")
+
+
+def test_a_resumed_training_ends_with_the_same_head(tiny_target_dir, tmp_path):
+    """The schedule of the body's loss goes on where it was, bit for bit."""
+    whole = make_module(tiny_target_dir, causal_head=True)
+    batch, rollout = one_text(whole, [3, 5, 7, 9], 40), {"num_rounds": 1, "num_anchors": 4}
+    fit(whole, batch, tmp_path, OnlineRollout(**rollout), SavedAtTwo())
+    resumed, shares = make_module(tiny_target_dir, causal_head=True), Shares()
+    path = str(tmp_path / "two.ckpt")
+    fit(resumed, batch, tmp_path, OnlineRollout(**rollout), shares, ckpt_path=path)
+    assert shares.seen == pytest.approx([0.5, 0.25])
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], weight)
 
 
 def training_logits(module, inputs):
