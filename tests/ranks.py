@@ -37,6 +37,7 @@ class Arm:
     accumulate: int = 1
     steps: int = 20
     shard: bool = False  # the target's layers, over the processes
+    causal_head: bool = False  # Domino's
     save_at: int | None = None  # also write <name>-<step>.ckpt
     resume: str | None = None  # the name of the checkpoint that is continued
 
@@ -120,7 +121,7 @@ def checksum(target: Any) -> float:
 
 def run_arm(arm: Arm, target_dir: Path, folder: Path) -> dict[str, Any]:
     """Train, write `<folder>/<arm>.ckpt`, and return what the first process saw."""
-    module = make_module(target_dir)
+    module = make_module(target_dir, causal_head=arm.causal_head)
     assert module.relay is not None
     torch.manual_seed(2)
     with torch.no_grad():  # a relay that starts at zero would hide its own gradient
@@ -144,7 +145,9 @@ def run_arm(arm: Arm, target_dir: Path, folder: Path) -> dict[str, Any]:
         "losses": [*record.losses.values()],
         "blocks": [*record.blocks.values()],
         "target_unchanged": checksum(module.target) == before,
-        "parameters": sum(p.numel() for p in make_module(target_dir).parameters()),
+        "parameters": sum(
+            p.numel() for p in make_module(target_dir, causal_head=arm.causal_head).parameters()
+        ),
         "optimized": record.optimized,
         "target_here": sum(
             getattr(p, "to_local", lambda p=p: p)().numel()

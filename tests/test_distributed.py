@@ -24,6 +24,7 @@ ARMS = [
     *(Arm(f"{name}-resumed", name, world=2, steps=STEPS, resume=f"{name}-3") for name in RESUMED),
     Arm("zero2-from-ddp", "zero2", world=2, steps=STEPS, resume="ddp-3"),
     Arm("zero3-sharded", "zero3", world=2, steps=STEPS, shard=True),
+    *(Arm(f"{name}-domino", name, world=2, steps=3, causal_head=True) for name in ("ddp", "zero3")),
 ]
 
 
@@ -36,6 +37,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, dict[str, Any]]]:
     alone = [
         Arm("alone", accumulate=2, steps=STEPS),
         Arm("alone-accumulated", accumulate=4, steps=3),
+        Arm("alone-domino", accumulate=2, steps=3, causal_head=True),
     ]
     results |= {arm.name: run_arm(arm, target, folder) for arm in alone}
     return folder, results
@@ -50,7 +52,8 @@ def saved(folder: Path, name: str) -> dict[str, Any]:
 def test_two_processes_equal_one(runs, arm):
     """One process accepts every draft and the other none, and some micro-batches have no anchor."""
     folder, results = runs
-    alone = "alone-accumulated" if arm.endswith("accumulated") else "alone"
+    kind = arm.partition("-")[2]
+    alone = f"alone-{kind}" if kind in ("accumulated", "domino") else "alone"
     ours, reference = results[arm], results[alone]
     assert ours["losses"][0] == pytest.approx(reference["losses"][0], rel=1e-6)
     assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-4)

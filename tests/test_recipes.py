@@ -49,8 +49,25 @@ def test_tiny_recipes_differ_only_in_the_method() -> None:
     recipes = [yaml.safe_load(path.read_text()) for path in TINY]
     for recipe in recipes:
         del recipe["rollout"], recipe["model"]["relay"]
-    assert len(recipes) == 3
-    assert recipes[0] == recipes[1] == recipes[2]
+        recipe["model"].pop("causal_head", None)
+    assert len(recipes) == 5
+    assert all(recipe == recipes[0] for recipe in recipes)
+
+
+def test_domino_dflow_is_dflow_with_a_causal_head() -> None:
+    for name in ("tiny", "qwen3-8b"):
+        ours, flow = (
+            yaml.safe_load((ROOT / f"recipes/{name}-{method}.yaml").read_text())
+            for method in ("domino-dflow", "dflow")
+        )
+        assert ours["model"].pop("causal_head")["enabled"] is True
+        assert ours == flow
+    domino, flash = (
+        yaml.safe_load((ROOT / f"recipes/tiny-{name}.yaml").read_text())
+        for name in ("domino", "dflash")
+    )
+    assert domino["model"].pop("causal_head")["enabled"] is True
+    assert domino == flash
 
 
 def test_eagle3_has_the_data_steps_optimizer_and_taps_of_the_others() -> None:
@@ -111,6 +128,7 @@ def test_the_warm_recipe_begins_as_good_as_the_drafter_it_begins_with(
 
 def test_qwen3_recipes_differ_only_in_target_and_method() -> None:
     recipes = {path.stem: yaml.safe_load(path.read_text()) for path in QWEN3}
+    del recipes["qwen3-8b-domino-dflow"]
     sizes, methods = ("1.7b", "4b", "8b"), ("dflash", "dflow")
     assert sorted(recipes) == sorted(f"qwen3-{s}-{m}" for s in sizes for m in methods)
     for name, recipe in recipes.items():

@@ -72,6 +72,7 @@ class PrefixGRU(nn.Module):
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
+        self.hidden_size = hidden_size  # a sharded weight does not tell
         self.weight_ih_l0 = nn.Parameter(torch.empty(3 * hidden_size, input_size))
         self.weight_hh_l0 = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
         for weight in self.parameters():
@@ -85,7 +86,7 @@ class PrefixGRU(nn.Module):
 
     def start(self, embeds: Tensor) -> Tensor:
         """The state before the first token, `[..., U]`, for embeddings `[..., D]`."""
-        return embeds.new_zeros(*embeds.shape[:-1], self.weight_hh_l0.shape[1])
+        return embeds.new_zeros(*embeds.shape[:-1], self.hidden_size)
 
     def forward(self, embeds: Tensor, state: Tensor) -> Tensor:
         """The state after one more token: `[..., D]` and `[..., U]` to `[..., U]`."""

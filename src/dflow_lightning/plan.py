@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflow_lightning.arguments import spell_out
+from dflow_lightning.causal_head import CausalHeadConfig
 from dflow_lightning.cli import INTERPOLATION, METHOD_HELP, SECTIONS, RunParser, method_of
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.data.prepare_verify import read_on_policy
@@ -134,7 +135,11 @@ def make_plan(recipe: Any) -> Plan:
     if gpus < 1:
         raise InputError(f"gpus is {gpus}; give 1 or more")
     target = empty_target(model.target.path, recipe.target_config)
-    dims = DrafterDims.resolve(with_mask(DrafterConfig(**model.drafter.as_dict()), target), target)
+    dims = DrafterDims.resolve(
+        with_mask(DrafterConfig(**model.drafter.as_dict()), target),
+        target,
+        CausalHeadConfig(**model.causal_head.as_dict()),
+    )
     relay = RelayConfig(**model.relay.as_dict())
     with torch.device("meta"):
         drafter = Drafter(dims)

@@ -229,7 +229,8 @@ class Plan:
         reads: `flex` joins context and slots, the others repeat both for the query heads. Relay
         slots, B*R*K a round: the projection and the relay's MLP. Recomputed layers keep their input
         and their context, and one layer at a time is whole. Gradients on their way back are
-        those of an MLP: its product, both factors and one more at width F, as many at width D.
+        those of an MLP: its product, both factors and one more at width F, as many at width D. A
+        causal head's are its tokens, its gates and states and the rank.
         """
         dims, (_, _, compute, residual, saved) = self.drafter.dims, self.precision
         D, F, length = dims.hidden_size, dims.intermediate_size, self.recipe.data.max_length
@@ -239,6 +240,10 @@ class Plan:
         read = 2 * compute * (GE if self.attention == "flex" else HE)
         context = dims.num_layers * saved[2] * GE + 2 * compute * D
         kept = dims.num_layers * residual * D if self.recompute else 0
+        if (state := dims.gru_hidden_dim) is not None and (rank := dims.emb_dim) is not None:
+            head = {"causal head": residual * 2 * D + compute * (D + 10 * state + 4 * rank)}
+        else:
+            head = {}
         relay = 12 * D + compute * (10 * D + 2 * (self.relay.hidden_size if self.relay else 0))
         return {
             "layers of the blocks": self.rows * self.slots * (whole * slot + kept),
@@ -248,6 +253,7 @@ class Plan:
             "loss": self.rows * self.slots * 2 * residual * D,
             "gradients of one layer": self.rows * self.slots * 4 * compute * (D + F),
             "relay": self.rows * self.relay_slots * relay,
+            **{part: self.rows * self.slots * size for part, size in head.items()},
         }
 
     def masks(self) -> int:
@@ -261,13 +267,17 @@ class Plan:
         return layers * self.rows * slots * (length + slots) * self.precision.compute
 
     def logits(self) -> int:
-        """`[chunk, K-1, V]`: the softmax in float32, and once in the head's type beside it."""
+        """`[chunk, K-1, V]`: the softmax in float32, and once in the head's type beside it.
+
+        A causal head has two softmaxes, of which each keeps its input and has a gradient.
+        """
         dims, blocks = self.drafter.dims, self.rows * self.slots // self.drafter.dims.block_size
         slots = dims.block_size - 1
         chunk = self.recipe.model.loss.chunk_blocks
         chunk = chunk or blocks_within(CHUNK_BYTES, slots, dims.vocab_size)
         beside = 2 if self.target_bytes == 2 else 0
-        return min(chunk, blocks) * slots * dims.vocab_size * (4 + beside)
+        copies = 1 if dims.gru_hidden_dim is None else 5
+        return min(chunk, blocks) * slots * dims.vocab_size * (4 * copies + beside)
 
     def checkpoint(self) -> int:
         """Bytes of one checkpoint file: weights and both moments; never the target."""

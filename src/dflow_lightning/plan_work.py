@@ -37,10 +37,12 @@ class Work:
         return {
             "target": self._target(length, length / 2),
             "verify": self._target(plan.verified, length / 2 + plan.rolled_slots),
-            "draft": self._drafter(rolled, 1, 1) + self._head(rolled, 2),
+            "draft": self._drafter(rolled, 1, 1)
+            + self._head(rolled, 2)
+            + self._causal_head(rolled, 2, 2),
             "train": self._drafter(plan.slots, backward, 3.5 + plan.recompute)
             + self._relay(backward),
-            "head": self._head(plan.slots, 4),
+            "head": self._heads(plan.slots),
         }
 
     def _target(self, tokens: int, keys: float) -> float:
@@ -69,6 +71,21 @@ class Work:
         plan = self.plan
         weights = matrices(plan.relay) + plan.drafter.fc.weight.numel()
         return times * 2 * weights * plan.relay_slots
+
+    def _heads(self, slots: int) -> float:
+        """Products of the loss; with a causal head logits are computed once more backward."""
+        if self.plan.drafter.causal_head is None:
+            return self._head(slots, 4)
+        return self._head(slots, 6) + self._causal_head(slots, 6, 8)
+
+    def _causal_head(self, slots: int, times: float, last_times: float) -> float:
+        """The GRU and the inner layer, and the layer that gives logits."""
+        head, block = self.plan.drafter.causal_head, self.plan.drafter.dims.block_size
+        if head is None:
+            return 0.0
+        last = matrices(head.embed_proj[2])
+        once = times * (matrices(head) - last) + last_times * last
+        return slots * (block - 1) / block * once
 
     def _head(self, slots: int, times: float) -> float:
         """Products with the head: 2 for drafts, 4 where the gradient follows."""
