@@ -124,7 +124,7 @@ def compile_package(models: Models, folder: Path) -> None:
     state = DecodeState.empty(models, 2, 64, 1, rejection=False)
     rows = torch.export.Dim("rows", min=1, max=4096)
     length = torch.export.Dim("length", min=2, max=MAX_CONTEXT)
-    context = [{0: rows, 2: length}] * models.drafter.dims.num_layers
+    context = [{0: rows, 2: length}] * drafter.dims.num_layers
     shapes: list[Any] = [None, None, {0: rows}, {0: rows}, context, context]
     if models.relay is not None:
         shapes += [{0: rows}] * 4
