@@ -369,6 +369,7 @@ HEAD = ("lm_head.weight", torch.zeros(320, 64))
         ({"eagle_config": None}, "lacks eagle_config", "eagle_config lacks"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "count one more", "counts one more"),
         ({"eagle_config__eagle_aux_hidden_state_layer_ids": [0, 3]}, "holds 3", "all but the last"),
+        ({"num_attention_heads": 6, "model_type": "llama"}, "has shape", "heads do not divide"),
         ({"norm_before_residual": True}, "norm_before_residual", "norm_before_residual"),
         ({"num_hidden_layers": 2}, "num_hidden_layers", "num_hidden_layers"),
         ({"dflow_config__layout": "anchor_first"}, "block layout", None),

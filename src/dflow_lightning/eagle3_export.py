@@ -72,7 +72,9 @@ def eagle3_config(dims: Eagle3Dims, target: FrozenTarget, dtype: str) -> dict[st
     layer_ids = list(dims.target_layer_ids)
     return {
         "architectures": [EAGLE3_ARCHITECTURE],
-        "model_type": "llama",
+        # Engines go by the architecture. The type only says how the file is read, and transformers
+        # reads no Llama whose heads do not divide the hidden size, whatever its head_dim.
+        "model_type": "qwen3" if dims.hidden_size % dims.num_attention_heads else "llama",
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": layer_ids,
             "use_aux_hidden_state": True,

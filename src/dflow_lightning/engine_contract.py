@@ -328,11 +328,18 @@ def _check_eagle3(config: dict[str, Any]) -> Iterator[str]:
     SGLang 0.5.23: srt/models/llama_eagle3.py, srt/model_executor/model_runner.py. vLLM 0.32.0:
     model_executor/models/llama_eagle3.py, v1/worker/gpu/spec_decode/eagle/eagle3_utils.py.
     """
-    if config.get("model_type") != "llama":
-        yield f"model_type is {config.get('model_type')}; the layer of an EAGLE-3 drafter is llama"
+    if config.get("model_type") not in ("llama", "qwen3"):
+        yield f"model_type is {config.get('model_type')}; give llama, as published drafters have"
     for key in SIZES:
         if not _is_positive(config.get(key)):
             yield f"{key} is {config.get(key)}; give a whole number above 0"
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    whole = not (_is_positive(hidden) and _is_positive(heads)) or hidden % heads == 0
+    if config.get("model_type") == "llama" and not whole:
+        yield (
+            f"hidden_size is {hidden}, which {heads} heads do not divide: transformers reads no such "
+            "llama; make model_type qwen3"
+        )
     if config.get("num_hidden_layers") != 1:
         yield f"num_hidden_layers is {config.get('num_hidden_layers')}; an EAGLE-3 drafter has 1"
     if config.get("draft_vocab_size", 0) is not None:

@@ -1,4 +1,4 @@
-"""Time real vLLM on prompts with a DFlash drafter: CPU, greedy, float32, one thread.
+"""Time real vLLM on prompts with a DFlash or EAGLE-3 drafter: CPU, greedy, float32, one thread.
 
 The whole set is decoded `--passes` times after one pass that does not count, with at most
 `--concurrency` requests in flight. One line of JSON on stdout: seconds of each pass, the answers,
@@ -43,7 +43,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, required=True)
     parser.add_argument("--compile", action="store_true", help="let vLLM compile the models")
     args = parser.parse_args()
-    block_size = json.loads((args.drafter / "config.json").read_text())["block_size"]
+    config = json.loads((args.drafter / "config.json").read_text())
+    eagle3 = config["architectures"] == ["LlamaForCausalLMEagle3"]
+    block_size = config["dflow_config" if eagle3 else "dflash_config"]["block_size"]
     prompts = json.loads(args.prompts.read_text())
     engine = LLM(
         model=str(args.target),
@@ -53,7 +55,7 @@ def main() -> None:
         enforce_eager=not args.compile,
         disable_log_stats=False,
         speculative_config={
-            "method": "dflash",
+            "method": "eagle3" if eagle3 else "dflash",
             "model": str(args.drafter),
             "num_speculative_tokens": block_size - 1,
         },
