@@ -61,7 +61,7 @@ class Children:
                 start_new_session=True, pass_fds=(self._lock,),
             )  # fmt: skip
             if self.stopped:  # it came in between
-                self._process.send_signal(self.stopped)
+                self._process.send_signal(self.stopped)  # type: ignore[unreachable]
             status = self._process.wait()
         self._process = None
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
