@@ -25,10 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "Dockerfile"
 IMAGE, BASE = "localhost/dflow-check", "localhost/dflow-base"
 USER, STRANGER = "10001:10001", "4711:4711"
-UNWANTED = (  # of a layer, as globs below the root of the image
-    "root/.cache/*", "var/lib/apt/lists/*", "var/cache/apt/archives/*.deb", "src/*",
-    "app/data/build", "app/.git",
-)  # fmt: skip
+UNWANTED = (  # folders and files that no image should hold
+    *("root/.cache", "var/lib/apt/lists", "var/cache/apt/archives", "src"),
+    *("app/data/build", "app/.git"),
+)
 DECODE = (
     *("decode", "--target", "data/tiny-qwen3", "--drafter", "data/tiny-drafters/dflow"),
     *("--prompt", "What is 6 times 7?", "--json"),
@@ -160,6 +160,8 @@ class Builder:
         if not (root / "usr/bin/python3").exists():
             include = "--include=python3,python3-venv,ca-certificates"
             call("debootstrap", "--variant=minbase", include, name, root, timeout=1800)
+        for path in unwanted(root):
+            path.unlink()  # what debootstrap has left, as an official image would not
         container = self("from", "scratch")
         self("add", container, root, "/")
         self("commit", "--rm", container, BASE)
@@ -187,11 +189,12 @@ class Builder:
             raise StepError(f"labels {labels}")
         container = self("from", IMAGE)
         root = Path(self("mount", container))
-        left = [path for pattern in UNWANTED for path in root.glob(pattern)]
+        left = unwanted(root)
         self("umount", container)
         self("rm", container)
         if left:
-            raise StepError(f"{left[0].relative_to(root)} is in the image")
+            names = ", ".join(str(path.relative_to(root)) for path in left[:5])
+            raise StepError(f"{len(left)} files are in the image: {names}")
         return f"user {about['User']}, health check, {len(labels)} labels, no caches or sources"
 
     def use(self, user: str, *command: str) -> str:
@@ -203,6 +206,11 @@ class Builder:
             return self("run", "--user", user, container, "--", *run)
         finally:
             self("rm", container)
+
+
+def unwanted(root: Path) -> list[Path]:
+    """Caches, package lists and sources below the root of an image."""
+    return [path for name in UNWANTED for path in (root / name).rglob("*") if path.is_file()]
 
 
 def decoded(builder: Builder, user: str) -> str:

@@ -36,7 +36,7 @@ class Table:
 def main() -> int:
     table = Table()
     file = Path(__file__).with_name("test_doctor.py")
-    quiet = ("-p", "no:terminal", "-p", "no:cacheprovider")
+    quiet = ("-p", "no:terminal", "-o", "addopts=", "-p", "no:cacheprovider")
     status = pytest.main([*quiet, f"{file}::{TEST}"], plugins=[table])
     print(f"\n{table.planted} faults planted, {table.found} found")
     return int(status)
