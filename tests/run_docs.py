@@ -86,7 +86,7 @@ def run_page(page: Path, marked: list[Block], out: Path) -> list[Timed]:
 def table(done: list[Timed]) -> str:
     """All commands with their seconds."""
     total = (sum(one.clock for one in done), sum(one.processor for one in done))
-    head = ["| command | seconds | of one core |", "|---|---|---|"]
+    head = ["| command | seconds by the clock | seconds of one core |", "|---|---|---|"]
     last = f"| **all of it** | **{total[0]:.0f}** | **{total[1]:.0f}** |"
     return "\n".join([*head, *(one.row() for one in done), last])
 
