@@ -64,8 +64,7 @@ def report(name: str, decoder: SpeculativeDecoder, rounds: int) -> None:
     # A matrix of n weights costs 2 n FLOPs a row; the head runs in both forwards.
     body = 2 * K * (target - head + parameters(drafter)) + 2 * (2 * K - 1) * head
     # Two thirds of the first layer read the boundary: once a block instead of once a slot.
-    assert relay.relay_norm is not None
-    once = 2 * relay.relay_norm.normalized_shape[0] * relay.hidden_size
+    once = 2 * decoder.target.hidden_size * relay.hidden_size
     relay_flops = 2 * (K * (parameters(relay) - once) + once)
     read = target + parameters(drafter) + head
     print(
