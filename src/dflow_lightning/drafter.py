@@ -109,14 +109,15 @@ class Attention(nn.Module):
         carried: CarriedRows | None,
     ) -> Tensor:
         shape = (*x_BNKD.shape[:-1], -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x_BNKD).view(shape)).movedim(-2, 1), rope)
-        k_block, v_block = self.keys_values(x_BNKD, rope)
-        if carried is not None:  # like rows of the context, but each block's own
-            cos, sin = rope
-            turned = (cos[..., :-1, :], sin[..., :-1, :])  # they stand at the anchor and after it
-            k_carried, v_carried = self.keys_values(carried.h_BNJD, turned)
-            k_block = torch.cat([k_block, k_carried], dim=-2)
-            v_block = torch.cat([v_block, v_carried], dim=-2)
+        q = self.q_norm(self.q_proj(x_BNKD).view(shape)).movedim(-2, 1)
+        own = x_BNKD
+        if carried is None:
+            q = rotate(q, rope)
+        else:  # like rows of the context, which skip the input norm, but each block's own
+            cos, sin = (each[..., : x_BNKD.shape[2], :] for each in rope)
+            q = rotate(q, (cos, sin))
+            own = torch.cat([x_BNKD, carried.h_BNJD], dim=2)
+        k_block, v_block = self.keys_values(own, rope)
         out = block_attention(
             q, k_block, v_block, context.keys, context.values, anchors_BN, backend, starts_BN,
             None if carried is None else carried.valid_BNJ,
@@ -232,7 +233,10 @@ class Drafter(nn.Module):
             starts_BN = None if starts_BN is None else starts_BN.gather(1, order_BN)
             carried = None if carried is None else carried.take_along(order_BN)
         first_BN = anchors_BN if starts_BN is None else anchors_BN - starts_BN
-        rope = self.rope(slot_positions(first_BN, x_BNKD.shape[2]), x_BNKD.dtype)
+        positions_BNK = slot_positions(first_BN, x_BNKD.shape[2])
+        if carried is not None:  # they stand at the anchor and after it
+            positions_BNK = torch.cat([positions_BNK, positions_BNK[..., :-1]], dim=-1)
+        rope = self.rope(positions_BNK, x_BNKD.dtype)
         for layer, layer_context in zip(self.layers, context, strict=True):
             arguments = (x_BNKD, layer_context, rope, anchors_BN, backend, starts_BN, carried)
             if self.gradient_checkpointing and torch.is_grad_enabled():
