@@ -178,7 +178,7 @@ def counts(plan: Plan) -> list[str]:
     taps = " ".join(map(str, dims.target_layer_ids))
     lines = {
         f"target   {plan.target.name[-46:]}": plan.target.model,
-        f"drafter  {dims.num_layers} layers, taps {taps}": plan.drafter,
+        f"drafter  {dims.num_layers} layer{'s' * (dims.num_layers != 1)}, taps {taps}": plan.drafter,
         f"relay    {'' if plan.relay else 'none'}": plan.relay,
     }
     return ["parameters", *(f"  {name:<56}{count(m):>18,}" for name, m in lines.items())]
