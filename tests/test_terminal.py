@@ -148,6 +148,27 @@ def test_a_broken_connection_is_not_a_reader(monkeypatch: pytest.MonkeyPatch) ->
         entry.main([])
 
 
+def test_a_server_ends_with_its_command(tmp_path: Path) -> None:
+    """Terminated by SIGTERM, `ui` takes the server with it, and says nothing."""
+    server = "import pathlib, os, time; pathlib.Path('pid').write_text(str(os.getpid())); "
+    code = (
+        "import sys; from dflow_lightning.ui import serve; "
+        f"serve([sys.executable, '-c', {server + 'time.sleep(600)'!r}])"
+    )
+    done = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE)
+    pid, end = tmp_path / "pid", time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    done.terminate()
+    assert done.wait(60) == 143
+    assert done.stderr is not None
+    assert done.stderr.read() == b""
+    done.stderr.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
 # ---------------------------------------------------------------- examples and flags
 
 

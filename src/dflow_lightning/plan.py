@@ -191,9 +191,10 @@ def counts(plan: Plan) -> list[str]:
     """Parameters by model."""
     dims = plan.drafter.dims
     taps = " ".join(map(str, dims.target_layer_ids))
+    layers = f"{dims.num_layers} layer{'s' * (dims.num_layers != 1)}"
     lines = {
         f"target   {plan.target.name[-46:]}": plan.target.model,
-        f"drafter  {dims.num_layers} layers, taps {taps}": plan.drafter,
+        f"drafter  {layers}, taps {taps}": plan.drafter,
         f"relay    {'' if plan.relay else 'none'}": plan.relay,
     }
     return ["parameters", *(f"  {name:<56}{count(m):>18,}" for name, m in lines.items())]

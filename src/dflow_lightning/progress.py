@@ -107,7 +107,7 @@ class RunProgress(ProgressBar):
         self._planned = False
         self._estimated = False
         self._began = self._shown = 0.0
-        self._text = ""  # beside the bar
+        self._text = self._left = ""  # beside the bar
         self._total: int | None = None
 
     def disable(self) -> None:
@@ -190,7 +190,7 @@ class RunProgress(ProgressBar):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Says what the training waits for."""
         if self._bar and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._put("validation: " + self._text)
+            self._put(self._text, left="validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the table of decoded tau, and the best so far."""
@@ -199,7 +199,7 @@ class RunProgress(ProgressBar):
         step, metrics = trainer.global_step, trainer.callback_metrics
         self._speed.resume()
         if self._bar:
-            self._put(self._text)
+            self._put(self._text, left=self._left)
         found = decoded(metrics, "val")
         loss = f"loss {float(metrics['val/loss']):.3f}" if "val/loss" in metrics else "no loss"
         title = f"step {step:,} validation: {loss}"
@@ -257,8 +257,8 @@ class RunProgress(ProgressBar):
         text = "  ".join(parts)
         self._shown = time.perf_counter()
         if self._bar:
-            self._text = text
-            self._put(text, completed=step, left=left and f"{left} left")
+            self._text, self._left = text, left and f"{left} left"
+            self._put(text, completed=step, left=self._left)
         elif left:
             self.print(f"step {step}/{total}  {text}  eta {left}")
         else:

@@ -1,12 +1,17 @@
 """`dflow-train ui`: the MLflow dashboard of one run folder."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 
 from dflow_lightning.errors import InputError
 from dflow_lightning.tracking_delivery import deliver
 from dflow_lightning.tracking_journal import journals
+
+GRACE = 10.0  # seconds that the server has to end
 
 
 def ui_command(run: Path, port: int = 5000) -> None:
@@ -29,10 +34,35 @@ def ui_command(run: Path, port: int = 5000) -> None:
     command += ["--backend-store-uri", f"sqlite:///{store.resolve()}"]
     command += ["--artifacts-destination", str((run / "artifacts").resolve())]
     command += ["--workers", "1"]
-    try:
-        subprocess.run(command, check=True)
-    except subprocess.CalledProcessError as error:
+    status = serve(command)
+    if status:
         raise InputError(
-            f"port: mlflow ui ended with status {error.returncode}; is port {port} taken? "
+            f"port: mlflow ui ended with status {status}; is port {port} taken? "
             "choose another with --port"
-        ) from error
+        )
+
+
+def serve(command: list[str]) -> int:
+    """Run a server until it ends, or until this process is told to end; returns its status.
+
+    It is in a process group of its own: a terminal sends Ctrl-C to all of a group, and each of the
+    server's processes would print a traceback.
+    """
+
+    def end(signum: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = {one: signal.signal(one, end) for one in (signal.SIGTERM, signal.SIGHUP)}
+    server = subprocess.Popen(command, start_new_session=True)
+    try:
+        return server.wait()
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGTERM)
+            try:
+                server.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
+        for one, handler in before.items():
+            signal.signal(one, handler)
