@@ -1,14 +1,17 @@
 """Paired rounds: the two drafts are those of relay-on and relay-off decoding, and nothing else."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from dflow_lightning.data.prompts import Prompt
+from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.errors import InputError
 from dflow_lightning.measure import BenchSettings, prompt_seed
 from dflow_lightning.overlap import PairedDecoding, answer_entropies, measure_overlap
 from dflow_lightning.overlap_record import Overlap, PairedRound, TwoDrafts
+from dflow_lightning.target import FrozenTarget
 
 PROMPTS = [Prompt(f"{f}-{i}", f, [40 + i, 60, 7 * i + 3], []) for f in ("a", "b") for i in range(2)]
 
@@ -90,9 +93,9 @@ def test_records(decoder):
 def test_what_one_round_adds():
     record = Overlap.empty(3, drafter="d", temperature=0.0, acceptance="greedy", family="f")
     drafted = TwoDrafts(9, on=[5, 6, 1], off=[5, 2, 7], with_row=[True, True, False])
-    record.add(PairedRound(1, drafted, [5, 6, 7], [0.0, 0.7, 3.0]))
-    record.add(PairedRound(1, drafted, [5, 6], [0.0, 0.7]))  # ends there: one accepted, one bonus
-    record.add(PairedRound(None, drafted, [5, 6, 7], [0.0, 0.7, 3.0]))  # a first round: no relay
+    record.add(PairedRound(1, drafted, [5, 6, 7], [0.0, 0.7, 3.0], 9))
+    record.add(PairedRound(1, drafted, [5, 6], [0.0, 0.7], 2))  # ends: one accepted, one bonus
+    record.add(PairedRound(None, drafted, [5, 6, 7], [0.0, 0.7, 3.0], 9))  # first: no relay
     assert record.rounds == [0, 2, 0, 0]
     assert (record.accepted_on[1], record.accepted_off[1]) == (2 + 1, 1 + 1)
     assert record.gain() == [None, (0.5, 0.5), None, None]
@@ -107,6 +110,31 @@ def test_what_one_round_adds():
     assert record.reached_off[1] == [2, 0, 0]
     assert record.entropy_slots == [2, 0, 0, 2, 0, 0]
     assert record.entropy_hits_off == [2, 0, 0, 0, 0, 0]
+
+
+def test_all_drafts_of_a_block_can_be_accepted():
+    drafted = TwoDrafts(9, on=[5, 6, 7], off=[5, 6, 1], with_row=[True] * 3)
+    one = PairedRound(0, drafted, [5, 6, 7], [0.0] * 3, tokens_left=4)
+    assert (one.accepted(drafted.on), one.accepted(drafted.off)) == (3, 2)
+    assert PairedRound(0, drafted, [5, 6, 7], [0.0] * 3, tokens_left=3).accepted(drafted.on) == 2
+
+
+@pytest.mark.slow
+def test_shipped_drafter_with_rounds_of_every_kind():
+    target = FrozenTarget.load("data/tiny-qwen3")
+    shipped = SpeculativeDecoder.from_export("data/tiny-drafters/dflow", target)
+    prompts = read_prompts(
+        target.tokenizer, Path("data/tiny-qwen3/prompts/test.jsonl"), per_family=2
+    )
+    settings = BenchSettings(max_new_tokens=48)
+    paired = PairedDecoding(shipped, prompts, settings)
+    seen: set[int] = set()
+    for prompt in prompts:
+        rounds, _ = paired.rounds(prompt, 0.0)
+        (plain,) = shipped.generate([prompt.token_ids], max_new_tokens=48)
+        assert [one.accepted(one.drafted.on) for one in rounds] == plain.accepted
+        seen |= set(plain.accepted)
+    assert {0, 7} <= seen
 
 
 def test_entropies(tiny_target):

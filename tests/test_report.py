@@ -20,7 +20,7 @@ ENVIRONMENT = {
     "max_new_tokens": 128,
     "versions": {"torch": "2.13"},
 }
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "img"}
 
 
 def row(drafter: str, relay: str, family: str, **changes) -> dict:

@@ -183,6 +183,7 @@ def test_bad_options_are_refused_before_anything_is_made(sweep, imitated, option
 def test_bad_recipes(sweep, launch, recipe, tmp_path):
     assert "config is missing" in launch("sweep").err
     assert launch("sweep", "--config").status == 2
+    assert "--seeds SEEDS" in launch("sweep", "--help").out
     assert "nope.yaml does not exist" in sweep(recipes=(tmp_path / "nope.yaml",)).err
     twin = tmp_path / "folder" / recipe.name
     twin.parent.mkdir()

@@ -145,7 +145,8 @@ class PairedDecoding:
         for before, drafted in zip(befores, self._record.drafted, strict=False):
             start = drafted.anchor + 1 - len(prompt.token_ids)
             span = slice(start, start + len(drafted.on))
-            rounds.append(PairedRound(before, drafted, answer[span], entropies[span]))
+            left = len(answer) - start
+            rounds.append(PairedRound(before, drafted, answer[span], entropies[span], left))
         return rounds, entropies
 
 

@@ -35,18 +35,20 @@ class PairedRound:
         before: accepted drafts of the request's round before; None for its first round.
         reference: the target's tokens at the drafts' positions, cut at the answer's end.
         entropies: of the target's distribution at these positions, in nats.
+        tokens_left: of the answer after the anchor, the round's bonus token included.
     """
 
     before: int | None
     drafted: TwoDrafts
     reference: list[int]
     entropies: list[float]
+    tokens_left: int
 
     def accepted(self, drafts: list[int]) -> int:
         """Tokens gained less one, as `Completion.accepted` counts them."""
         pairs = zip(drafts, self.reference, strict=False)
         leading = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return min(leading, len(self.reference) - 1)
+        return min(leading, self.tokens_left - 1)
 
 
 @dataclass(kw_only=True)

@@ -140,8 +140,9 @@ class Pictures:
                 gain_by_round(rows[0][column], one, title, style)
                 gain_by_slot(rows[1][column], one, title, index)
                 gain_by_entropy(rows[2][column], one, title, style)
-            entropy = by[temperatures[0], family].entropy
-            rows[0][column].set_title(f"{family} (entropy {entropy:.2f} nats)")
+            found = [by[t, family].entropy for t in temperatures if (t, family) in by]
+            entropies = ", ".join(f"{entropy:.2f}" for entropy in found)
+            rows[0][column].set_title(f"{family}: entropy {entropies} nats", fontsize=10)
         for row, y_label in zip(
             rows, ("gain, accepted drafts", "gain in hits, points", "gain in hits, points"),
             strict=True,
@@ -151,8 +152,10 @@ class Pictures:
                 axis.axhline(0, color="0.0", linewidth=0.8)
                 axis.grid(color="0.88")
                 axis.set_axisbelow(True)
-            if row[0].get_legend_handles_labels()[0]:
-                row[0].legend(fontsize=8)
+            # Beside the panels, so that it hides no point.
+            handles = next((h for h in (a.get_legend_handles_labels() for a in row) if h[0]), None)
+            if handles:
+                row[-1].legend(*handles, fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0))
         return self._save(
             figure, f"overlap-{name}",
             f"{name}: what the relay gains, same rounds drafted with and without it; points of "
@@ -187,34 +190,32 @@ class Pictures:
 
 
 FEWEST = 20  # rounds or drafts; a point of fewer says nothing
+NOTHING = float("nan")  # leaves a gap in a line
 
 
 def gain_by_round(axis: Any, one: Overlap, title: str, style: dict[str, Any]) -> None:
     """Gain in accepted drafts, with standard errors."""
     points = [
-        (a, *gain)
-        for a, (gain, rounds) in enumerate(zip(one.gain(), one.rounds, strict=True))
-        if gain is not None and rounds >= FEWEST
+        gain if gain is not None and rounds >= FEWEST else (NOTHING, NOTHING)
+        for gain, rounds in zip(one.gain(), one.rounds, strict=True)
     ]
-    if points:
-        a, gains, errors = zip(*points, strict=True)
-        axis.errorbar(a, gains, yerr=errors, capsize=3, label=title, **style)
+    gains, errors = zip(*points, strict=True)
+    axis.errorbar(range(len(points)), gains, yerr=errors, capsize=3, label=title, **style)
     axis.set_xlabel("accepted drafts a of the round before")
     axis.set_xticks(range(one.num_draft_tokens + 1))
+    axis.set_xlim(-0.4, one.num_draft_tokens + 0.4)
 
 
 def gain_by_slot(axis: Any, one: Overlap, title: str, index: int) -> None:
     """Gain in hits, of slots with and without a relay row."""
     for with_row in (True, False):
-        points = [
-            (j, 100 * gain[0])
-            for j, gain in enumerate(slot_gains(one, with_row=with_row), start=1)
-            if gain is not None and gain[1] >= FEWEST
+        gains = [
+            100 * gain[0] if gain is not None and gain[1] >= FEWEST else NOTHING
+            for gain in slot_gains(one, with_row=with_row)
         ]
-        if not points:
-            continue
         axis.plot(
-            *zip(*points, strict=True),
+            range(1, len(gains) + 1),
+            gains,
             color=GREYS[index],
             linestyle=DASHES[index] if with_row else ":",
             marker=MARKERS[index],
@@ -228,15 +229,13 @@ def gain_by_slot(axis: Any, one: Overlap, title: str, index: int) -> None:
 
 def gain_by_entropy(axis: Any, one: Overlap, title: str, style: dict[str, Any]) -> None:
     """Gain in hits of slots with a row, by how sure the target is."""
-    points = [
-        (bin_, 100 * (on - off) / total)
-        for bin_, (total, on, off) in enumerate(
-            zip(one.entropy_slots, one.entropy_hits_on, one.entropy_hits_off, strict=True)
+    gains = [
+        100 * (on - off) / total if total >= FEWEST else NOTHING
+        for total, on, off in zip(
+            one.entropy_slots, one.entropy_hits_on, one.entropy_hits_off, strict=True
         )
-        if total >= FEWEST
     ]
-    if points:
-        axis.plot(*zip(*points, strict=True), label=title, **style)
+    axis.plot(range(len(gains)), gains, label=title, **style)
     names = entropy_bins(one)
     axis.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
     axis.set_xlabel("entropy of the target, nats")

@@ -27,6 +27,7 @@ class Children:
 
     def __init__(self, lock: int) -> None:
         self.stopped = 0
+        self._told = False
         self._lock = lock
         self._process: subprocess.Popen | None = None
         self._previous: dict[int, Any] = {}
@@ -60,16 +61,21 @@ class Children:
                 stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 start_new_session=True, pass_fds=(self._lock,),
             )  # fmt: skip
-            if self.stopped:  # it came in between
-                self._process.send_signal(self.stopped)  # type: ignore[unreachable]
+            if self._untold():
+                self._process.send_signal(self._untold())
             status = self._process.wait()
         self._process = None
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return status, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
+    def _untold(self) -> int:
+        """A signal that came while there was no process to tell; 0 for none."""
+        return 0 if self._told else self.stopped
+
     def _handle(self, signum: int, _: FrameType | None) -> None:
         self.stopped = self.stopped or signum
         if self._process is not None:
+            self._told = True
             # A training writes its checkpoint; at a second Ctrl-C it ends at once.
             self._process.send_signal(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
 
