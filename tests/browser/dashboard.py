@@ -1,7 +1,7 @@
 """A real browser looks at the dashboard of a short run (`make browser`).
 
-It needs playwright (the extra `browser`) and a Chromium: the variable CHROMIUM, or `chromium` on the
-path. DASHBOARD_RUN names a finished run folder with an export to look at instead of making one.
+It needs playwright (the extra `browser`) and a Chromium: the variable CHROMIUM, or `chromium` on
+the path. DASHBOARD_RUN names a finished run folder with an export to look at instead of making one.
 Screenshots go to runs/browser/.
 """
 
