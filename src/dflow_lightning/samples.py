@@ -73,7 +73,8 @@ def legend(measured: Measured) -> str:
         f"<h1>Answers at step {measured.step}</h1><p>tau over all prompts: {', '.join(taus)}.</p>"
         '<p class="text"><span class="run">drafts that were accepted</span><sub>how many</sub>'
         '<span class="bonus">token of the target</span></p>'
-        "<p>Each round ends with one token of the target and a line behind it, so a round of <i>a</i> accepted drafts "
+        "<p>Each round ends with one token of the target and a line behind it: "
+        "so a round of <i>a</i> accepted drafts "
         "gives <i>a</i> + 1 tokens; a target's token without brackets before it is a round whose "
         "first draft was rejected. The first token comes from the prompt alone.</p>"
     )
