@@ -92,8 +92,9 @@ def test_a_run_is_recorded_whole(
     assert yaml.safe_load(text)["rollout"]["mode"] == "online"
     assert {path.name for path in launch.folder.iterdir()} == {"recipes", "run", "small.yaml"}
     assert not (run_dir / "tracking").exists()  # all has arrived
-    names = {f"acceptance-step000000{n}.png" for n in (2, 4)}
-    assert names <= {path.name for path in (run_dir / "artifacts").rglob("charts/*.png")}
+    charts = {f"{p.parent.name}/{p.name}" for p in (run_dir / "artifacts").rglob("*.png")}
+    steps = ("step0000002", "step0000004")
+    assert charts == {f"{step}/{name}.png" for step in steps for name in ("acceptance", "tau")}
     page = next((run_dir / "artifacts").rglob("answers/step0000004.html")).read_text()
     assert "Relay on: tau" in page
     assert "Relay off: tau" in page
@@ -154,6 +155,7 @@ def test_a_crash_is_status_1_and_a_failed_run(
     (run,) = recorded(run_dir)
     assert run.info.status == "FAILED"
     assert run.data.tags["failure"] == "RuntimeError at step 1: crash at step 2"
+    assert run.data.tags["mlflow.note.content"].startswith("**FAILED** RuntimeError at step 1")
     (trace,) = (run_dir / "artifacts").rglob("failure.txt")
     assert "in on_train_batch_start" in trace.read_text()
 

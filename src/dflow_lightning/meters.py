@@ -36,7 +36,6 @@ class Meters:
 
     def see_rounds(self, rounds: list[Any]) -> None:
         """Looks at a step's rounds; only the latest are kept, and nothing is waited for."""
-        first = rounds[0].anchors.valid_BN
         for number, one in enumerate(rounds[1:], start=1):
             live_BN = one.anchors.valid_BN
             self._rows[f"rollout/live_blocks_round{number}"] = live_BN.sum() / max(
@@ -45,7 +44,6 @@ class Meters:
             if one.relay is not None:
                 rows = one.relay.valid_BNK.sum() / live_BN.sum().clamp(min=1)
                 self._rows[f"rollout/relay_rows_round{number}"] = rows
-        self._rows["rollout/anchors"] = first.sum()
 
     def take(self, trainer: Trainer) -> dict[str, float]:
         """All numbers since the last call, by the names of their charts."""

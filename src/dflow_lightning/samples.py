@@ -19,7 +19,8 @@ h3 { font-size: .95em; margin: 1em 0 .2em; }
 .prompt { background: #f2f2f2; padding: .5em .7em; }
 .run { background: #cfe8cf; border-bottom: 2px solid #1b6e1b; }
 .run::before { content: "["; color: #1b6e1b; } .run::after { content: "]"; color: #1b6e1b; }
-sub { color: #1b6e1b; font-size: 70%; } .bonus { font-weight: bold; }
+sub { color: #1b6e1b; font-size: 70%; } .bonus { font-weight: bold;
+  border-right: 1px solid #999; padding-right: 1px; margin-right: 1px; }
 """
 
 
@@ -72,7 +73,8 @@ def legend(measured: Measured) -> str:
         f"<h1>Answers at step {measured.step}</h1><p>tau over all prompts: {', '.join(taus)}.</p>"
         '<p class="text"><span class="run">drafts that were accepted</span><sub>how many</sub>'
         '<span class="bonus">token of the target</span></p>'
-        "<p>Each round ends with one token of the target, so a round of <i>a</i> accepted drafts "
+        "<p>Each round ends with one token of the target and a line behind it: "
+        "so a round of <i>a</i> accepted drafts "
         "gives <i>a</i> + 1 tokens; a target's token without brackets before it is a round whose "
         "first draft was rejected. The first token comes from the prompt alone.</p>"
     )

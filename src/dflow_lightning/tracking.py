@@ -149,8 +149,8 @@ class Tracking(Callback):
         if not self._plots:
             return
         try:
-            self.logger.artifact(f"charts/acceptance-{step}.png", plots.acceptance_plot(measured))
-            self.logger.artifact(f"charts/tau-{step}.png", plots.tau_plot(measured))
+            self.logger.artifact(f"charts/{step}/acceptance.png", plots.acceptance_plot(measured))
+            self.logger.artifact(f"charts/{step}/tau.png", plots.tau_plot(measured))
         except ImportError:
             self._plots = False
             print(

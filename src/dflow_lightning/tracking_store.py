@@ -29,6 +29,9 @@ METRICS_PER_CALL = 1000  # MLflow refuses more in one call
 PARAMS_PER_CALL = 100
 TAG_LIMIT = 5000  # characters; older servers refuse more
 KEY_TAG = "dflow.key"
+NOTE_TAG = "mlflow.note.content"  # what the dashboard shows as description
+# Or the dashboard takes an experiment without scikit-learn or the like for one about agents.
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 NAME_LIMIT = 250
 # What a store says that another try will not change.
 REFUSALS = ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES_NOT_EXIST")
@@ -157,7 +160,9 @@ class RunStore:
             name = self.destination.experiment + (f"-{number}" if number > 1 else "")
             experiment = self.client.get_experiment_by_name(name)
             if experiment is None:
-                return str(self.client.create_experiment(name, self.destination.artifacts))
+                return str(
+                    self.client.create_experiment(name, self.destination.artifacts, EXPERIMENT_TAGS)
+                )
             if experiment.lifecycle_stage != "deleted":
                 return str(experiment.experiment_id)
             number += 1
@@ -175,7 +180,7 @@ class RunStore:
         if ended:
             tags[f"resume_{number}.after"] = ended
         self._tags(run_id, tags)
-        for name in {"failure", "stopped"} & run.data.tags.keys():
+        for name in {"failure", "stopped", NOTE_TAG} & run.data.tags.keys():
             self.client.delete_tag(run_id, name)
 
     def _recipe(self, run_id: str, record: Record) -> None:
@@ -219,7 +224,9 @@ class RunStore:
             self.client.log_artifact(run_id, str(file), inside)
 
     def _end(self, run_id: str, record: Record) -> None:
-        self._tags(run_id, record["tags"])
+        told = next(iter(record["tags"].values()), None)
+        note = {NOTE_TAG: f"**{record['status']}** {told}"} if told else {}
+        self._tags(run_id, record["tags"] | note)
         self.client.set_terminated(run_id, record["status"], record["time"])
 
 
