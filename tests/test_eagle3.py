@@ -435,7 +435,11 @@ def test_a_start_from_a_drafter_of_another_kind_is_refused(exported, tiny_target
             init_from=str(exported),
         )
     with pytest.raises(InputError, match=r"drafter\.block_size is 8 but"):
-        Eagle3Module(target=TargetConfig(path=str(tiny_target_dir)), init_from=str(exported))
+        Eagle3Module(
+            target=TargetConfig(path=str(tiny_target_dir)),
+            drafter=Eagle3Config(block_size=8, target_layer_ids=[0, 1, 2]),
+            init_from=str(exported),
+        )
 
 
 def test_a_start_from_an_export_has_its_weights(half_trained3, exported, tiny_target_dir):

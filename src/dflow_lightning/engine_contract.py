@@ -293,8 +293,8 @@ def _check_eagle3(config: dict[str, Any]) -> Iterator[str]:
     whole = not (_is_positive(hidden) and _is_positive(heads)) or hidden % heads == 0
     if config.get("model_type") == "llama" and not whole:
         yield (
-            f"hidden_size is {hidden}, which {heads} heads do not divide: transformers reads no such "
-            "llama; make model_type qwen3"
+            f"hidden_size is {hidden}, which {heads} heads do not divide: transformers reads no "
+            "such llama; make model_type qwen3"
         )
     if config.get("num_hidden_layers") != 1:
         yield f"num_hidden_layers is {config.get('num_hidden_layers')}; an EAGLE-3 drafter has 1"
