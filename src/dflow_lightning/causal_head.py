@@ -113,11 +113,12 @@ class CausalHead(nn.Module):
         super().__init__()
         self.pure_draft_prefix_len = pure_draft_prefix_len
         self.prefix_gru = PrefixGRU(hidden_size, gru_hidden_dim)
-        first = nn.Linear(hidden_size + gru_hidden_dim, emb_dim, bias=False)
-        last = nn.Linear(emb_dim, vocab_size, bias=False)
-        self.embed_proj = nn.Sequential(first, nn.SiLU(), last)
-        nn.init.normal_(first.weight, std=(hidden_size + gru_hidden_dim) ** -0.5)
-        nn.init.zeros_(last.weight)
+        width = hidden_size + gru_hidden_dim
+        inner = nn.Linear(width, emb_dim, bias=False)
+        outer = nn.Linear(emb_dim, vocab_size, bias=False)
+        nn.init.normal_(inner.weight, std=width**-0.5)
+        nn.init.zeros_(outer.weight)
+        self.embed_proj = nn.Sequential(inner, nn.SiLU(), outer)
 
     def features(self, hidden: Tensor, before: Tensor) -> Tensor:
         """What `embed_proj[2]` turns into corrections, `[..., J, E]`: zero in the pure prefix.
