@@ -88,11 +88,9 @@ def export_command(
         recipe=recipe,
     )
     size = sum(path.stat().st_size for path in out.rglob("*.safetensors"))
-    relay = "with relay" if module.relay else "no relay"
-    print(
-        f"exported to {out}: {dtype}, {size / 1e6:.1f} MB, {relay}; "
-        f"num_speculative_tokens is {module.drafter.dims.block_size - 1}"
-    )
+    weights = f"{dtype}, {size / 1e6:.1f} MB, {'with' if module.relay else 'no'} relay"
+    drafts = module.drafter.dims.block_size - 1
+    print(f"exported to {out}: {weights}; num_speculative_tokens is {drafts}")
     if register:
         from dflow_lightning.registry import register_export
 
