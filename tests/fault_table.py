@@ -308,7 +308,9 @@ def main() -> int:
         shutil.copy(scratch / "mlflow.db", scratch / "real")
         real.folder = scratch / "real"
         real.start()
-        good = table(Bench(scratch, Server(), real), names, args.rounds)
+        server = Server()
+        server(["--help"], scratch, timeout=400)  # imports everything before a run is timed
+        good = table(Bench(scratch, server, real), names, args.rounds)
     finally:
         real.kill()
         shutil.rmtree(scratch, ignore_errors=True)

@@ -14,6 +14,7 @@ Only safetensors is ever read. Shapes: B batch, S context rows, N blocks, K bloc
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -103,18 +104,18 @@ def export_command(
     )
     size = sum(path.stat().st_size for path in out.rglob("*.safetensors"))
     drafts = module.drafter.dims.block_size - 1
-    if register:
-        from dflow_lightning.registry import register_export
-
-        register_export(checkpoint, out, register_as)
     if json:
         facts = {"out": str(out), "format": format, "dtype": dtype, "weight_bytes": size}
         print_json(facts | {"relay": module.relay is not None, "num_speculative_tokens": drafts})
-        return
-    relay = "with relay" if module.relay else "no relay"
-    relay += ", with carryover" if module.drafter.carryover is not None else ""
-    said = f"{dtype}, {size / 1e6:.1f} MB, {relay}; num_speculative_tokens is {drafts}"
-    print(labelled("", f"exported to {out}: {said}"))
+    else:
+        relay = "with relay" if module.relay else "no relay"
+        relay += ", with carryover" if module.drafter.carryover is not None else ""
+        said = f"{dtype}, {size / 1e6:.1f} MB, {relay}; num_speculative_tokens is {drafts}"
+        print(labelled("", f"exported to {out}: {said}"))
+    if register:  # last: the export is good whatever becomes of its record
+        from dflow_lightning.registry import register_export
+
+        register_export(checkpoint, out, register_as, paper=sys.stderr if json else sys.stdout)
 
 
 def read_recipe(checkpoint: Path) -> dict[str, Any]:

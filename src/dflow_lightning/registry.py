@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dflow_lightning.export import read_checkpoint
 from dflow_lightning.tracking import KEY, RUN_ID
@@ -15,10 +15,15 @@ from dflow_lightning.tracking_store import KEY_TAG, TAG_LIMIT, RunStore
 from dflow_lightning.validation import DECODED_KEY
 
 
-def register_export(checkpoint: Path, out: Path, name: str | None = None) -> None:
+def register_export(
+    checkpoint: Path, out: Path, name: str | None = None, *, paper: TextIO | None = None
+) -> None:
     """Uploads an export to its run and registers it, with its tau table as description.
 
     Prints what happened; a run without a record has nothing to print.
+
+    Args:
+        paper: where it prints, standard output by default.
     """
     content = read_checkpoint(checkpoint)
     destination = destination_of(checkpoint, content)
@@ -32,10 +37,11 @@ def register_export(checkpoint: Path, out: Path, name: str | None = None) -> Non
     except Exception as error:  # whatever a store, a disk or a network raises
         print(
             f"not registered at {destination.uri} ({reason(error)}); the export is whole, and the "
-            "same command registers it later"
+            "same command registers it later",
+            file=paper,
         )
         return
-    print(f"registered as {name}, version {version}, at {destination.uri}")
+    print(f"registered as {name}, version {version}, at {destination.uri}", file=paper)
 
 
 def destination_of(checkpoint: Path, content: Mapping[str, Any]) -> Destination | None:

@@ -47,7 +47,7 @@ def deliver(path: Path) -> tuple[str, bool]:
         journal.remove()
         return f"{where}: sent {amount}", True
     journal.close()
-    return sender.news[0] if sender.news else f"{where}: not sent", False
+    return f"{where}: {amount} not sent ({sender.trouble})", False
 
 
 def deliver_others(run_dir: Path, key: str) -> None:

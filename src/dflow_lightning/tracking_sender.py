@@ -44,6 +44,7 @@ class Sender:
         self.store = RunStore(journal.destination)
         self.news: deque[str] = deque()
         self.failures = 0
+        self.trouble = ""  # what the store said, or did not, when it last failed
         self.refusals = 0
         self._told = False  # a store that comes and goes is spoken of once
         self._wake = threading.Event()
@@ -129,10 +130,11 @@ class Sender:
 
     def _failed(self, error: Exception) -> None:
         self.failures += 1
+        self.trouble = reason(error)
         if not self._told:
             self._told = True
             self.news.append(
-                f"tracking: {self.store.destination.uri} does not answer ({reason(error)}); "
+                f"tracking: {self.store.destination.uri} does not answer ({self.trouble}); "
                 "training goes on, and the record waits in "
                 f"{self.journal.folder} until it does"
             )
