@@ -103,8 +103,8 @@ def dflow_train(words: str, work: Path) -> Callable[[], int]:
 
 def check_terminal(seen: Seen, columns: int) -> list[str]:
     """What is wrong with a screen."""
-    # argparse does not break the name of an option and its value, and ^C is the terminal's own.
-    fine = re.compile(rf" *\[--\S+ \S+\] *|.{{,{columns}}}\^C")
+    # argparse does not break an option and its value, nor a section's title; ^C is the terminal's.
+    fine = re.compile(rf" *\[--\S+ \S+\] *|[A-Z].*:|.{{,{columns}}}\^C")
     wide = [line for line in seen.paper.wide.values() if not fine.fullmatch(line)]
     found = [f"too wide: {line}" for line in wide[:3]]
     found += [f"cut: {line}" for line in seen.paper.text_lines() if CUT.search(line)]
