@@ -128,7 +128,7 @@ $(VLLM)/.installed: tests/interop/requirements-vllm.txt tests/interop/requiremen
 	@touch $@
 
 docs: env ## build the documentation into build/site; a dead link or a page without a way to it is an error
-	$(BIN)/mkdocs build --quiet --clean
+	$(BIN)/mkdocs build --clean
 
 reference: env ## make docs/reference-*.md again from the signatures
 	$(BIN)/python scripts/reference.py
