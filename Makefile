@@ -160,7 +160,7 @@ doctor-faults: env ## every fault that doctor is shown, and the line that finds 
 	OMP_NUM_THREADS=1 $(BIN)/python tests/doctor_faults.py
 
 docs: env ## build the documentation into build/site; a dead link or a page without a way to it is an error
-	$(BIN)/mkdocs build --quiet --clean
+	$(BIN)/mkdocs build --clean
 
 reference: env ## make docs/reference-*.md again from the signatures
 	$(BIN)/python scripts/reference.py
