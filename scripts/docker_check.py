@@ -203,7 +203,7 @@ class Builder:
         try:
             name = "dflow-train" if command[0] != "sh" else ""
             run = [part for part in (name, *command) if part]
-            return self("run", "--user", user, container, "--", *run)
+            return self("run", "--user", user, container, "--", *run, timeout=1800)
         finally:
             self("rm", container)
 

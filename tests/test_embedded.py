@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 from targets import ROOT
 
 from dflow_lightning import demo, doctor_environment, embedded
@@ -148,6 +149,14 @@ def test_demo_refuses_before_it_writes(
     assert done.err.startswith(f"error: {says}")
     assert not (launch.folder / "dflow-demo").exists()
     assert not (launch.folder / "out/data").exists()
+
+
+def test_a_short_demo_is_validated_too_so_that_there_is_a_best_checkpoint() -> None:
+    recipe = yaml.safe_load((ROOT / "recipes/tiny-dflow.yaml").read_text())
+    assert recipe["trainer"]["val_check_interval"] == demo.VALIDATED_EVERY
+    for steps, added in {20: ["--trainer.val_check_interval", "20"], demo.STEPS: []}.items():
+        fit = demo.commands(Path("runs/demo"), steps, 1)[0]
+        assert fit[fit.index("--trainer.max_steps") + 2 :] == added
 
 
 def test_every_command_of_the_demo_is_one_of_ours(tmp_path: Path) -> None:

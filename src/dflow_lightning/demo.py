@@ -11,6 +11,7 @@ from dflow_lightning.embedded import write_out
 from dflow_lightning.errors import InputError
 
 TARGET = "data/tiny-qwen3"
+VALIDATED_EVERY = 1000  # steps, by the recipe; the best checkpoint is written there
 STEPS = 3000  # fewer than the recipe has: this is about minutes, not about the best tau
 
 
@@ -54,8 +55,11 @@ def commands(run_dir: Path, steps: int, per_family: int) -> list[list[str]]:
     run, export, bench = str(run_dir), str(run_dir / "export"), str(run_dir / "bench.json")
     recipe, best = "recipes/tiny-dflow.yaml", str(run_dir / "checkpoints/best.ckpt")
     suite = ("--suite", "tiny", "--per_family", str(per_family), "--temperature", "0,1")
+    fit = ["fit", "--config", recipe, "--run_dir", run, "--trainer.max_steps", str(steps)]
+    if steps < VALIDATED_EVERY:
+        fit += ["--trainer.val_check_interval", str(steps)]
     return [
-        ["fit", "--config", recipe, "--run_dir", run, "--trainer.max_steps", str(steps)],
+        fit,
         ["export", "--checkpoint", best, "--out", export],
         ["bench", "--target", TARGET, "--drafter", export, *suite, "--json", bench],
         ["report", "--bench", bench, "--out", str(run_dir / "report.html")],
