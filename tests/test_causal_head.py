@@ -18,7 +18,11 @@ from dflow_lightning.decode.engine import MODES
 from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.draft import chained_tokens
 from dflow_lightning.drafter import Drafter
+from dflow_lightning.errors import InputError
+from dflow_lightning.loss import LossConfig
+from dflow_lightning.module import DrafterModule
 from dflow_lightning.rollout import OnlineRollout, Rollout, Round, clean_forward
+from dflow_lightning.training_module import TargetConfig
 
 K, J = 4, 3
 
@@ -405,3 +409,13 @@ def sharp(target) -> Drafter:
     drafter = Drafter(DrafterDims.resolve(config, target, head)).eval()
     wake(drafter.causal_head)
     return drafter
+
+
+def test_the_divergence_from_the_target_is_refused(tiny_target_dir):
+    with pytest.raises(InputError, match="loss.kind is kl but causal_head.enabled is true"):
+        DrafterModule(
+            target=TargetConfig(path=str(tiny_target_dir)),
+            drafter=DrafterConfig(num_layers=1, block_size=4, target_layer_ids=[1]),
+            causal_head=CausalHeadConfig(enabled=True),
+            loss=LossConfig(kind="kl"),
+        )

@@ -20,8 +20,11 @@ EXAMPLES = {
     "fit": "--config recipes/tiny-dflow.yaml --trainer.max_steps 3000",
     "validate": "--config recipes/tiny-dflow.yaml --ckpt_path best",
     "test": "--config recipes/tiny-dflow.yaml --ckpt_path best",
+    "sweep": "--config recipes/ablations/*.yaml --seeds 3 --out runs/sweep",
     "plan": "--config recipes/tiny-dflow.yaml --gpus 1",
     "doctor": "--config recipes/tiny-dflow.yaml",
+    "init": "--out dflow",
+    "demo": "--out dflow-demo",
     "prepare": f"--data data/tiny-qwen3/prompts/test.jsonl {TINY} --out data/test --limit 8",
     "inspect": f"--data data/tiny-qwen3/prompts/train.jsonl --row 3 {TINY}",
     "export": f"--checkpoint {RUN}/checkpoints/best.ckpt --out {RUN}/export",
@@ -32,6 +35,7 @@ EXAMPLES = {
     "report": "--bench runs/bench.json --out runs/report.html",
     "replay": f"--file {RUN}/nonfinite/step47-rank0.pt",
     "ui": f"--run {RUN}",
+    "sync": f"--run {RUN}",
 }
 
 

@@ -18,6 +18,7 @@ from dflow_lightning.cli import COMMANDS, TrainCLI
 from dflow_lightning.errors import InputError
 from dflow_lightning.plan import parse as parse_plan
 from dflow_lightning.signals import Signals
+from dflow_lightning.sweep import make_parser as sweep_parser
 
 SHELLS = ("bash", "zsh")
 # Options that are text, since a hub id will do as well, but mostly name a file or a folder.
@@ -76,6 +77,7 @@ def parsers_of_commands() -> dict[str, Any]:
         _Parsers(["fit"], Signals())
     except _Built as built:
         parsers = dict(built.args[0])
+    parsers["sweep"] = sweep_parser()
     parsers["plan"] = parsers["doctor"] = capture_parser(lambda: parse_plan([]))
     for name in TOOLS:
         tool = load_tool(name)

@@ -82,6 +82,11 @@ class DrafterModule(TrainingModule):
         self.relay: Relay | None = None
         if relay.enabled:
             self.relay = relay.build(dims.hidden_size, dims.rms_norm_eps)
+        if causal_head.enabled and loss.kind == "kl":
+            raise InputError(
+                "loss.kind is kl but causal_head.enabled is true, whose loss is a cross-entropy; "
+                "set loss.kind to cross_entropy or dpace, or causal_head.enabled to false"
+            )
         if init_from is not None:
             self._warm_start(Path(init_from))
         self.prepared: StepInputs | None = None  # the next step's inputs, if a rollout made them

@@ -85,11 +85,17 @@ class SweepSettings:
         return options + ["--overlap"] * (self.overlap and relay)
 
 
+def make_parser() -> ToolParser:
+    """Of the sweep's own options."""
+    parser = ToolParser(prog="dflow-train sweep", description=SweepSettings.__doc__)
+    parser.add_class_arguments(SweepSettings)
+    return parser
+
+
 def run(args: Sequence[str]) -> int:
     """Train, export and measure every recipe with every seed; 0 when all are finished."""
     own, overrides = split(args)
-    parser = ToolParser(prog="dflow-train sweep", description=SweepSettings.__doc__)
-    parser.add_class_arguments(SweepSettings)
+    parser = make_parser()
     settings = parser.instantiate_classes(
         parser.parse_args(spell_out(option_types(SweepSettings), own))
     )
