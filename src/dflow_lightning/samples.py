@@ -74,7 +74,7 @@ def legend(measured: Measured) -> str:
         '<p class="text"><span class="run">drafts that were accepted</span><sub>how many</sub>'
         '<span class="bonus">token of the target</span></p>'
         "<p>Each round ends with one token of the target and a line behind it: "
-        "so a round of <i>a</i> accepted drafts "
+        "a round of <i>a</i> accepted drafts "
         "gives <i>a</i> + 1 tokens; a target's token without brackets before it is a round whose "
         "first draft was rejected. The first token comes from the prompt alone.</p>"
     )

@@ -25,6 +25,7 @@ CLIENT_DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds; a call must not hang for minutes
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # tries again are made here
     "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # the terminal is not this thread's
 }
 
 
