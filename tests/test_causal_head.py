@@ -412,7 +412,7 @@ def sharp(target) -> Drafter:
 
 
 def test_the_divergence_from_the_target_is_refused(tiny_target_dir):
-    with pytest.raises(InputError, match="loss.kind is kl but causal_head.enabled is true"):
+    with pytest.raises(InputError, match=r"loss\.kind is kl but causal_head\.enabled is true"):
         DrafterModule(
             target=TargetConfig(path=str(tiny_target_dir)),
             drafter=DrafterConfig(num_layers=1, block_size=4, target_layer_ids=[1]),

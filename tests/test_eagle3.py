@@ -196,13 +196,18 @@ def test_a_block_begins_behind_a_feature_of_its_own_document(half_trained3):
 # ---------------------------------------------------------------- loss
 
 
-def test_loss_is_the_weighted_cross_entropy_to_the_targets_distribution(half_trained3):
+def divergence(log_p, log_q):
+    """KL(p || q), by its definition."""
+    return float((log_p.exp() * (log_p - log_q)).sum())
+
+
+def test_loss_is_the_weighted_divergence_from_the_targets_distribution(half_trained3):
     module, batch = half_trained3
     inputs = inputs_at(module, batch, [[8, 30, 61]])  # the last block ends with the row
     loss, sums = module.objective(inputs)
     with torch.no_grad():
         q = module.target.head(module.unroll(inputs)).log_softmax(-1)[0]
-        p = module.target.model(batch.input_ids_BS).logits[0].softmax(-1)
+        log_p = module.target.model(batch.input_ids_BS).logits[0].log_softmax(-1)
     total = weight = 0.0
     accepted = 0
     for number, anchor in enumerate((8, 30, 61)):
@@ -210,7 +215,7 @@ def test_loss_is_the_weighted_cross_entropy_to_the_targets_distribution(half_tra
         for step in range(3):
             if anchor + step + 1 >= batch.input_ids_BS.shape[1]:
                 continue
-            total += 0.8**step * float(-(p[anchor + step] * q[number, step]).sum())
+            total += 0.8**step * divergence(log_p[anchor + step], q[number, step])
             weight += 0.8**step
             right &= int(q[number, step].argmax()) == int(batch.input_ids_BS[0, anchor + step + 1])
             accepted += right

@@ -22,6 +22,7 @@ from dflow_lightning.arguments import EXAMPLES, option_types, spell_out
 from dflow_lightning.completion import parsers_of_commands, script
 from dflow_lightning.progress import LINE_SECONDS, Speed, by_round, measured
 from dflow_lightning.progress_table import BestSoFar, Decoded, decoded, print_decoded
+from dflow_lightning.sweep import SweepSettings
 from dflow_lightning.terminal import (
     Screen,
     bar,
@@ -177,7 +178,8 @@ def test_every_example_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     parsers = parsers_of_commands()
     assert EXAMPLES.keys() == parsers.keys()
     for name, words in EXAMPLES.items():
-        types = option_types(entry.load_tool(name)) if name in entry.TOOLS else {}
+        tools = {"sweep": SweepSettings} | {tool: entry.load_tool(tool) for tool in entry.TOOLS}
+        types = option_types(tools[name]) if name in tools else {}
         parsers[name].parse_args(spell_out(types, shlex.split(words)))
 
 

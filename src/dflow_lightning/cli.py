@@ -4,6 +4,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def method_of(args: Sequence[str]) -> Method:
         InputError: there is no such method.
     """
     found: Any = BLOCK
-    for option, value in zip(args, [*args[1:], ""], strict=True):
+    for option, value in pairwise([*args, ""]):
         key, equals, attached = option.partition("=")
         given = attached if equals else value
         if key == "--method":
@@ -231,7 +232,7 @@ def as_list(value: Any) -> list[Any]:
 
 def recipe_name(args: Sequence[str]) -> str:
     """The first recipe's file name; its folder's name for the `config.yaml` of an earlier run."""
-    for option, value in zip(args, [*args[1:], ""], strict=True):
+    for option, value in pairwise([*args, ""]):
         key, equals, attached = option.partition("=")
         if key in ("-c", "--config") and (attached or value):
             path = Path(attached if equals else value)

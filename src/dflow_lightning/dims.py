@@ -128,9 +128,9 @@ class DrafterDims(LayerDims):
     ) -> DrafterDims:
         """Fill what the user left out from the target, and check what they gave."""
         return cls(
+            **layer_numbers(config, target, config.num_layers, config.num_layers),
             mask_token_id=choose_mask_token_id(config.mask_token_id, target),
             carryover=config.carryover,
-            **layer_numbers(config, target, config.num_layers, config.num_layers),
             **{name: getattr(causal_head, name) for name in HEAD if causal_head.enabled},
         )
 
