@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dflow_lightning.export import read_checkpoint
+from dflow_lightning.terminal import labelled
 from dflow_lightning.tracking import KEY, RUN_ID
 from dflow_lightning.tracking_journal import FOLDER, Destination, read_state
 from dflow_lightning.tracking_logger import store_address
@@ -35,13 +36,13 @@ def register_export(
     try:
         version = register(destination, content, checkpoint, out, name)
     except Exception as error:  # whatever a store, a disk or a network raises
-        print(
+        said = (
             f"not registered at {destination.uri} ({reason(error)}); the export is whole, and the "
-            "same command registers it later",
-            file=paper,
+            "same command registers it later"
         )
-        return
-    print(f"registered as {name}, version {version}, at {destination.uri}", file=paper)
+    else:
+        said = f"registered as {name}, version {version}, at {destination.uri}"
+    print(labelled("", said, paper), file=paper)
 
 
 def destination_of(checkpoint: Path, content: Mapping[str, Any]) -> Destination | None:
