@@ -302,3 +302,7 @@ def test_completion_names_the_shells(launch: "Launcher") -> None:
     assert done.err.endswith("is not one of bash, zsh; did you mean 'bash'?\n")
     assert "example:" in launch("completion", "--help").out
     assert script("zsh").startswith("#compdef dflow-train")
+
+
+def test_the_list_of_commands_fits_80_columns() -> None:
+    assert max(map(len, entry.usage().splitlines())) <= 80

@@ -20,7 +20,7 @@ RUNS = {
 TOOLS = {
     "init": (
         "dflow_lightning.embedded:init_command",
-        "write a tiny target, prompts, drafters and all recipes into a folder",
+        "write the tiny target, its prompts, drafters and recipes",
     ),
     "demo": ("dflow_lightning.demo:demo_command", "the same, then train, export and measure"),
     "prepare": (
@@ -46,7 +46,7 @@ TOOLS = {
     "replay": ("dflow_lightning.replay:replay_command", "see where a number was not finite"),
     "sync": (
         "dflow_lightning.sync:sync_command",
-        "send what of a run's record has not reached its tracking store",
+        "send what a run's record has not delivered yet",
     ),
     "ui": ("dflow_lightning.ui:ui_command", "open the dashboard of a run"),
 }
