@@ -273,8 +273,14 @@ class DrafterModule(TrainingModule):
         super().on_load_checkpoint(checkpoint)
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, *, target: str | None = None) -> "DrafterModule":
-        """Rebuild a module from a checkpoint, on the target it was trained with or a given one."""
+    def from_checkpoint(
+        cls, path: str | Path, *, target: str | None = None, **training: Any
+    ) -> "DrafterModule":
+        """Rebuild a module from a checkpoint, on the target it was trained with or a given one.
+
+        Args:
+            training: further arguments, such as `loss`, of which a checkpoint knows nothing.
+        """
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         saved = checkpoint.get(CHECKPOINT_KEY)
         if saved is None:
@@ -286,7 +292,7 @@ class DrafterModule(TrainingModule):
         shape = {name: dims[name] for name in DrafterConfig.__dataclass_fields__ if name in dims}
         module = cls(
             target=config, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"]),
-            causal_head=CausalHeadConfig(**saved.get("causal_head", {})),
+            causal_head=CausalHeadConfig(**saved.get("causal_head", {})), **training,
         )  # fmt: skip
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])

@@ -64,8 +64,8 @@ class TrainingModule(LightningModule):
         self._window = LossWindow()  # the micro-batches of the coming optimizer step
         self._held_out = LossWindow()  # those of a validation or a test
 
-    def begin_step(self, batch: Batch) -> StepInputs:
-        """All that is known before the drafter runs."""
+    def begin_step(self, batch: Batch, *, step: int | None = None) -> StepInputs:
+        """All that is known before the drafter runs; anchors are those of the given step."""
         raise NotImplementedError
 
     def objective(
