@@ -223,7 +223,7 @@ def method_of(args: Sequence[str]) -> Method:
 
 
 def _method_in(recipe: str, default: Any) -> Any:
-    """The `method` of a recipe or its base; what cannot be read is left for the parser to refuse."""
+    """The `method` of a recipe or its base; what cannot be read is for the parser to refuse."""
     found = default
     for layer in layers(Path(recipe)):
         try:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dflow_lightning.acceptance import leading_run
 from dflow_lightning.attention import Backend
-from dflow_lightning.blocks import draw_anchors, slot_labels, slot_positions
+from dflow_lightning.blocks import slot_labels, slot_positions
 from dflow_lightning.carryover import side_by_side
 from dflow_lightning.causal_head import CausalHeadConfig, corrected_losses
 from dflow_lightning.data.datamodule import Batch
@@ -111,13 +111,7 @@ class DrafterModule(TrainingModule):
         layer_ids = self.drafter.dims.target_layer_ids
         up_to_head = up_to_head or self.loss_config.kind == "kl"
         inputs = clean_forward(self.target, batch, layer_ids, extra_slots, up_to_head=up_to_head)
-        if step is None:
-            step = self.global_step if self.training else 0
-        anchors = draw_anchors(
-            batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors,
-            seed=self.seed, step=step, documents=batch.documents,
-        )  # fmt: skip
-        inputs.rounds.append(Round(anchors))
+        inputs.rounds.append(Round(self.draw(batch, step)))
         return inputs
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
