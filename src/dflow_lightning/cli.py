@@ -22,13 +22,12 @@ from dflow_lightning.errors import InputError, RunError
 from dflow_lightning.guards import Guards, out_of_memory
 from dflow_lightning.module import DrafterModule
 from dflow_lightning.progress import RunProgress
-from dflow_lightning.progress_plan import shown
 from dflow_lightning.progress_table import decoded, print_decoded
 from dflow_lightning.recipe_base import layers, with_bases
 from dflow_lightning.rollout import OnlineRollout
 from dflow_lightning.signals import GracefulStop, Signals, Stopped
 from dflow_lightning.strategy import check_name
-from dflow_lightning.terminal import command, labelled, screen
+from dflow_lightning.terminal import command, labelled, screen, shown
 from dflow_lightning.tracking import RecipeRecord, Tracking
 from dflow_lightning.training_module import BLOCK, Method
 from dflow_lightning.validation import ValidationDecoding

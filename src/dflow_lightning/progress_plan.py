@@ -10,13 +10,8 @@ from lightning.pytorch import Trainer
 
 from dflow_lightning.eagle3_module import Eagle3Module
 from dflow_lightning.rollout import OnlineRollout
+from dflow_lightning.terminal import shown
 from dflow_lightning.validation import ValidationDecoding
-
-
-def shown(path: str | Path) -> str:
-    """A path as the user would type it."""
-    path = Path(path).resolve()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def count(number: float) -> str:
