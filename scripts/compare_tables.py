@@ -10,6 +10,8 @@ from typing import Any
 
 from compare_rows import BASE, GOALS, ORDER, PAPER, PAPER_SOURCE
 
+from dflow_lightning.report_page import with_spread
+
 RESULTS = Path("docs/results.md")
 POOLED = {0: "0/pooled", 1: "1/pooled"}  # cells of the table, by temperature
 Table = dict[str, dict[str, dict[str, Any]]]
@@ -50,7 +52,7 @@ def tau_table(table: Table, per_family: int) -> list[str]:
     ]
     for title, row in table.items():
         lossless = all(entry["lossless"] for entry in row.values())
-        values = [mean_and_spread(row[c]["tau"]) for c in cells]
+        values = [with_spread(row[c]["tau"]) for c in cells]
         seeds = len(row[cells[0]]["tau"])
         lines.append(line([title, seeds, *values, "yes" if lossless else "NO"]))
     return lines
@@ -70,7 +72,7 @@ def paper_table(table: Table) -> list[str]:
         for temperature, cell in POOLED.items():
             published = PAPER.get(title, (None, None))[temperature]
             base = PAPER[BASE][temperature]
-            ours = [mean_and_spread(table[title][cell]["tau"]), "-"]
+            ours = [with_spread(table[title][cell]["tau"]), "-"]
             if BASE in table:
                 values = ratios(table, title, BASE, cell)
                 ours[1] = f"{statistics.mean(values):.3f}" if values else "-"
@@ -137,12 +139,6 @@ def header(names: Sequence[str]) -> list[str]:
 
 def line(cells: Sequence[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
-
-
-def mean_and_spread(values: Sequence[float]) -> str:
-    """A mean, with its spread where there is one."""
-    mean = f"{statistics.mean(values):.3f}"
-    return mean if len(values) == 1 else f"{mean} ± {spread(values):.3f}"
 
 
 def spread(values: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import yaml
 from pseudo_terminal import displayed
 
 from dflow_lightning import __main__ as entry
@@ -84,6 +85,34 @@ def test_tool_errors_are_one_sentence(launch: "Launcher") -> None:
     done = launch("ui", "--run", "nowhere")
     assert done.status == 2
     assert done.err.startswith("error: run: nowhere has no mlflow.db")
+
+
+@pytest.mark.parametrize(
+    ("tracking", "variable", "sentence"),
+    [
+        ({"enabled": False}, "", "was not recorded, since tracking.enabled was false"),
+        ({"uri": "http://there:5000"}, "http://other", "is at http://there:5000; open that"),
+        ({"uri": None}, "http://there:5000", "is at http://there:5000; open that in a browser"),
+        ({}, None, "went to the server that MLFLOW_TRACKING_URI named"),
+        ({"uri": "sqlite:////a/sweep/mlflow.db"}, None, "is in /a/sweep/mlflow.db; give --run /a/"),
+    ],
+)
+def test_ui_says_where_a_record_is(
+    tracking: dict,
+    variable: str | None,
+    sentence: str,
+    launch: "Launcher",
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", variable)
+    (launch.folder / "run").mkdir()
+    (launch.folder / "run/config.yaml").write_text(yaml.safe_dump({"tracking": tracking}))
+    done = launch("ui", "--run", "run")
+    assert done.status == 2
+    assert done.err.startswith("error: run: run has no mlflow.db; ")
+    assert sentence in done.err
+    assert len(done.err.splitlines()) == 1
 
 
 def test_explain_and_nearest() -> None:

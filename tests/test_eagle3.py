@@ -446,6 +446,8 @@ def test_the_method_is_the_last_one_named(tmp_path):
     assert method_of(["fit"]) == "block"
     assert method_of(["fit", "--config", str(recipe)]) == "eagle3"
     assert method_of(["fit", f"--config={recipe}", "--method", "block"]) == "block"
+    (tmp_path / "on-top.yaml").write_text("base: recipe.yaml\nseed_everything: 1\n")
+    assert method_of(["fit", "--config", str(tmp_path / "on-top.yaml")]) == "eagle3"
     with pytest.raises(InputError, match="method is eagle4; choose of block, eagle3"):
         method_of(["fit", "--method=eagle4"])
 

@@ -75,6 +75,19 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_its_export_decodes(
         assert "an EAGLE-3 drafter has one format and no package" in done.err
 
 
+def test_replay_finds_where_an_overflow_begins(launch: "Launcher", options: list[str]) -> None:
+    extra = ("--model.optimizer.lr=1e30", "--trainer.val_check_interval=9", "--run_dir=run")
+    failed = launch("fit", *options, *extra)
+    assert failed.status == 1
+    replayed = launch("replay", "--file", failed.err.split()[-1])
+    assert replayed.status == 0, replayed.err
+    assert "step 1 of rank 0 of 1" in replayed.out
+    assert "weights        all finite" in replayed.out
+    assert "first output   drafter." in replayed.out
+    assert "is NOT finite" in replayed.out
+    assert "loss           nan" in replayed.out
+
+
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [

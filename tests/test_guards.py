@@ -189,7 +189,7 @@ def test_replay_computes_what_the_run_computed(
     monkeypatch.setattr(DrafterModule, "objective", objective)
     with monkeypatch.context() as planted:
         plant_gradient(planted)
-        assert fit().status == 1
+        assert fit("--model.loss.gamma=1.5").status == 1
     replayed = launch("replay", "--file", record(launch, STEP)[0])
     assert f"loss           {losses[STEP]:.4g};" in replayed.out
     assert losses[-1] == losses[STEP]

@@ -10,7 +10,10 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "dflow_lightning"
 # Each file or sub-package belongs to one layer and imports from its own or a lower one.
 LAYERS = [
-    {"errors", "atomic", "checks", "embedded", "fingerprint", "stopwatch", "terminal"},
+    {
+        *("errors", "atomic", "checks", "embedded", "fingerprint", "report_page"),
+        *("stopwatch", "terminal"),
+    },
     {
         *("acceptance", "attention", "blocks", "flex_blocks"),
         *("loss", "metrics", "overlap_record", "soft_targets"),
@@ -29,11 +32,11 @@ LAYERS = [
         *("provenance", "meters"),
     },
     {
-        *("checkpoint", "export", "eagle3_export", "export_speculators"),
+        *("checkpoint", "export", "eagle3_export", "export_config", "export_speculators"),
         *("engine_contract", "model_card"),
         *("signals", "guards", "replay"),
         *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality", "overlap"),
-        *("report", "report_page", "report_overlap", "report_runs", "report_plots"),
+        *("report", "report_overlap", "report_runs", "report_plots"),
         *("charts", "ui", "registry", "sync"),
         *("sweep_folder", "sweep_member", "sweep_store", "sweep_table"),
         *("serving", "validate_export"),

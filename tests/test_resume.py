@@ -20,7 +20,7 @@ from resume_table import CUT, Case, compare, differences, record_of, whole_run, 
 from targets import random_target
 
 from dflow_lightning import checkpoint
-from dflow_lightning.checkpoint import check_disk
+from dflow_lightning.checkpoint import check_disk, filled
 from dflow_lightning.errors import InputError
 
 if TYPE_CHECKING:
@@ -282,6 +282,62 @@ def test_a_changed_recipe_is_refused_with_both_values(
     assert done.status == 2
     assert CHANGED[option] in done.err
     assert len(done.err.splitlines()) == 1
+
+
+NEW_KEYS = {  # that recipes did not have at first, and the section of the checkpoint they stand in
+    "model.loss.kind": None,
+    "model.loss.dpace_alpha": None,
+    "model.relay.terms": "relay",
+    "model.drafter.carryover": "drafter",
+    "model.causal_head": None,
+    "tracking.tags": None,
+    "quiet": None,
+    "method": None,
+}
+
+
+def of_an_earlier_release(path: Path) -> None:
+    """Take from a checkpoint what was not in it before those keys."""
+    content = torch.load(path, weights_only=True)
+    for key, section in NEW_KEYS.items():
+        *above, name = key.split(".")
+        recipe = content["recipe"]
+        for part in above:
+            recipe = recipe[part]
+        del recipe[name]
+        if section is not None:
+            del content["dflow"][section][name]
+    del content["dflow"]["causal_head"]
+    for name, state in content["callbacks"].items():
+        if "dirpath" in state:  # the fixture has copied the run
+            content["callbacks"][name]["dirpath"] = str(path.parent.resolve())
+    torch.save(content, path)
+
+
+def test_a_run_of_an_earlier_release_goes_on(launch: "Launcher", saved: list[str]) -> None:
+    path = launch.folder / "run/checkpoints/last.ckpt"
+    of_an_earlier_release(path)
+    for option, sentence in {
+        "--model.loss.kind=dpace": "model.loss.kind = cross_entropy, this command says dpace",
+        "--model.drafter.carryover=true": "carryover = False, this command says True",
+        "--model.causal_head.enabled=true": "causal_head.enabled = False, this command says True",
+    }.items():
+        refused = launch(*saved, option)
+        assert refused.status == 2
+        assert sentence in refused.err
+    done = launch(*saved)
+    assert done.status == 0, done.err
+    assert "resumed from run/checkpoints/last.ckpt at step 2" in done.out + done.err
+    assert torch.load(path, weights_only=True)["global_step"] == 4
+    of_an_earlier_release(path)
+    exported = launch("export", "--checkpoint", path, "--out", "export")
+    assert exported.status == 0, exported.err
+
+
+def test_null_in_a_saved_recipe_is_a_value() -> None:
+    assert filled({"a": None, "b": {"c": 1}}, {"a": 2, "b": {"c": 3, "d": 4}, "e": 5}) == {
+        "a": None, "b": {"c": 1, "d": 4}, "e": 5
+    }  # fmt: skip
 
 
 def target_with(folder: Path, change: str) -> Path:

@@ -19,7 +19,7 @@ from dflow_lightning.tracking_logger import flatten
 
 FOLDER = "checkpoints"
 # What shapes a training: the same on resume, or its second half is another run.
-TRAINING_KEYS = ("model.", "data.", "rollout.", "seed_everything")
+TRAINING_KEYS = ("model.", "data.", "rollout.", "seed_everything", "method")
 FREE_KEYS = (  # a resume may change these: they do not reach the weights
     "model.init_from",
     "model.gradient_checkpointing",
@@ -245,9 +245,13 @@ class SavedRun:
             )
         return cls(path, content["recipe"], content.get(RUN_ID), content.get(KEY))
 
-    def require_same(self, recipe: Mapping[str, Any]) -> None:
-        """Refuses to resume with a recipe that differs where the training depends on it."""
-        saved, current = flatten(self.recipe), flatten(recipe)
+    def require_same(self, recipe: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Refuses to resume with a recipe that differs where the training depends on it.
+
+        Args:
+            defaults: values of the keys that the release which saved the recipe did not have.
+        """
+        saved, current = flatten(filled(self.recipe, defaults)), flatten(recipe)
         for key in sorted(saved.keys() | current.keys()):
             if not key.startswith(TRAINING_KEYS) or key.startswith(FREE_KEYS):
                 continue
@@ -260,6 +264,15 @@ class SavedRun:
                     f"{new}; resume with the same recipe, or start a new run from exported weights "
                     "with model.init_from"
                 )
+
+
+def filled(recipe: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe with the keys that it lacks, at all depths; one that is null is not lacking."""
+    whole = {**defaults, **recipe}
+    for key, value in recipe.items():
+        if isinstance(value, Mapping) and isinstance(defaults.get(key), Mapping):
+            whole[key] = filled(value, defaults[key])
+    return whole
 
 
 def find_checkpoint(run_dir: Path, name: str) -> Path | None:

@@ -22,13 +22,12 @@ from dflow_lightning.errors import InputError, RunError
 from dflow_lightning.guards import Guards, out_of_memory
 from dflow_lightning.module import DrafterModule
 from dflow_lightning.progress import RunProgress
-from dflow_lightning.progress_plan import shown
 from dflow_lightning.progress_table import decoded, print_decoded
-from dflow_lightning.recipe_base import with_bases
+from dflow_lightning.recipe_base import layers, with_bases
 from dflow_lightning.rollout import OnlineRollout
 from dflow_lightning.signals import GracefulStop, Signals, Stopped
 from dflow_lightning.strategy import check_name
-from dflow_lightning.terminal import command, labelled, screen
+from dflow_lightning.terminal import command, labelled, screen, shown
 from dflow_lightning.tracking import RecipeRecord, Tracking
 from dflow_lightning.training_module import BLOCK, Method
 from dflow_lightning.validation import ValidationDecoding
@@ -125,8 +124,14 @@ class TrainCLI(LightningCLI):
         """Lightning would let the checkpoint's values win over the command line in silence."""
         if self.resumed:
             parser = self._parser(self.config.subcommand)
-            recipe = yaml.safe_load(parser.dump(self._settings, skip_none=False, format="yaml"))
-            self.resumed.require_same(recipe)
+            settings = (self._settings, parser.get_defaults(skip_validation=True))
+            recipe, defaults = (
+                yaml.safe_load(
+                    parser.dump(one, skip_none=False, format="yaml", skip_validation=True)
+                )
+                for one in settings
+            )
+            self.resumed.require_same(recipe, defaults)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer of this run folder, with the record and the progress display."""
@@ -217,12 +222,17 @@ def method_of(args: Sequence[str]) -> Method:
 
 
 def _method_in(recipe: str, default: Any) -> Any:
-    """The recipe's `method`; what cannot be read is refused by the parser, not here."""
-    try:
-        content = yaml.safe_load(Path(recipe).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return default
-    return content.get("method", default) if isinstance(content, dict) else default
+    """The `method` of a recipe or its base; what cannot be read is for the parser to refuse."""
+    found = default
+    for layer in layers(Path(recipe)):
+        try:
+            text = layer if "\n" in layer else Path(layer).read_text(encoding="utf-8")
+            content = yaml.safe_load(text)
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        if isinstance(content, dict):
+            found = content.get("method", found)
+    return found
 
 
 def as_list(value: Any) -> list[Any]:

@@ -30,6 +30,7 @@ from packaging.requirements import Requirement
 from dflow_lightning import embedded
 from dflow_lightning.checks import DoubtError, FailedError, SkippedError
 from dflow_lightning.doctor_check import Step
+from dflow_lightning.terminal import shown
 
 PACKAGE = "dflow-lightning"
 TESTED = embedded.tested_versions()
@@ -231,12 +232,6 @@ def disk(environment: Environment) -> str:
     if environment.recipe.trainer.enable_checkpointing is not False:
         check_disk(folder / FOLDER, needed=needed, free=free + replaced, files=files)
     return f"{said}, checkpoints take {files * needed / 1e9:.2f}"
-
-
-def shown(path: Path) -> str:
-    """Relative to where we are, where that is shorter."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
 
 
 def tracking(environment: Environment) -> str:

@@ -32,9 +32,10 @@ from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.token_rows import PreparedRows
 from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.doctor_check import Step
-from dflow_lightning.doctor_environment import Environment, shown
+from dflow_lightning.doctor_environment import Environment
 from dflow_lightning.plan import empty_target
 from dflow_lightning.target import FrozenTarget
+from dflow_lightning.terminal import shown
 
 NUM_BATCHES = 8  # of the first epoch, looked at for masks and mask id
 THINKING = "</think>"

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.acceptance import leading_run
-from dflow_lightning.blocks import Anchors, draw_anchors, gather_slots, slot_labels
+from dflow_lightning.blocks import Anchors, gather_slots, slot_labels
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.drafter_folder import load_export
@@ -104,13 +104,7 @@ class Eagle3Module(TrainingModule):
         """
         layer_ids = self.drafter.dims.target_layer_ids
         inputs = clean_forward(self.target, batch, layer_ids, 0, up_to_head=True)
-        if step is None:
-            step = self.global_step if self.training else 0
-        anchors = draw_anchors(
-            batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors,
-            seed=self.seed, step=step, documents=batch.documents,
-        )  # fmt: skip
-        inputs.rounds.append(Round(with_feature(anchors)))
+        inputs.rounds.append(Round(with_feature(self.draw(batch, step))))
         return inputs
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -186,13 +180,15 @@ class Eagle3Module(TrainingModule):
         }
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, *, target: str | None = None) -> "Eagle3Module":
+    def from_checkpoint(
+        cls, path: str | Path, *, target: str | None = None, **training: Any
+    ) -> "Eagle3Module":
         """Rebuild a module from a checkpoint, on the target it was trained with or a given one."""
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         saved = checkpoint[CHECKPOINT_KEY]
         config = TargetConfig(**saved["target_config"] | ({"path": target} if target else {}))
         shape = {name: saved["drafter"][name] for name in Eagle3Config.__dataclass_fields__}
-        module = cls(target=config, drafter=Eagle3Config(**shape))
+        module = cls(target=config, drafter=Eagle3Config(**shape), **training)
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])
         return module.eval()

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dflow_lightning.errors import InputError
 
+OfChunk = Callable[[slice, Tensor, bool], tuple[Tensor, Tensor, Tensor | None]]
 CHUNK_BYTES = 2**28  # of float32 logits; enough rows for a GPU's matrix product to be worth it
 
 
@@ -188,7 +189,11 @@ def token_losses(
     hidden = hidden_BNKD.flatten(0, 1)
     labels = labels_BNK.flatten(0, 1)
     if weight_VD is not None:
-        losses, predicted = _HeadLoss.apply(hidden, labels, weight_VD, chunk_blocks)
+
+        def of_chunk(part: slice, rows_TD: Tensor, gradient: bool):
+            return _head_loss(rows_TD, labels[part].flatten(), weight_VD, gradient=gradient)
+
+        losses, predicted = HeadLoss.apply(hidden, weight_VD.dtype, chunk_blocks, of_chunk)
     else:
         parts = [
             checkpoint(_chunk, *part, head, use_reentrant=False)
@@ -207,26 +212,26 @@ def _chunk(
     return loss.view_as(labels), logits.detach().argmax(-1).view_as(labels)
 
 
-class _HeadLoss(torch.autograd.Function):
-    """Head and cross-entropy chunk by chunk, the gradient computed while the logits are there.
+class HeadLoss(torch.autograd.Function):
+    """Head and loss chunk by chunk, the gradient computed while the logits are there.
 
-    A token's loss depends on its own hidden state alone, so the gradient for a loss of 1,
-    `(softmax - onehot) W`, is as large as the hidden state and the backward pass only scales it.
+    A slot's loss depends on its own hidden state alone, so the gradient for a loss of 1 (of a
+    cross-entropy `(softmax - onehot) W`) is as large as the hidden state, and the backward pass
+    only scales it. `of_chunk` gets the chunk's place, its rows `[T, D]` and whether a gradient is
+    wanted; it returns losses and predictions `[T]`, and unit gradients `[T, D]` or None.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, labels: Tensor, weight_VD: Tensor, chunk_blocks: int):
-        losses = torch.empty(labels.shape, device=labels.device)
-        predicted = torch.empty_like(labels)
+    def forward(ctx: Any, hidden, dtype: torch.dtype, chunk_blocks: int, of_chunk: OfChunk):
+        losses = torch.empty(hidden.shape[:-1], device=hidden.device)
+        predicted = torch.empty(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
         unit = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, hidden.shape[0], chunk_blocks):
             part = slice(start, start + chunk_blocks)
-            rows_TD = hidden[part].flatten(0, -2).to(weight_VD.dtype)
-            loss_T, predicted_T, unit_TD = _head_loss(
-                rows_TD, labels[part].flatten(), weight_VD, gradient=unit is not None
-            )
-            losses[part] = loss_T.view_as(labels[part])
-            predicted[part] = predicted_T.view_as(labels[part])
+            rows_TD = hidden[part].flatten(0, -2).to(dtype)
+            loss_T, predicted_T, unit_TD = of_chunk(part, rows_TD, unit is not None)
+            losses[part] = loss_T.view_as(losses[part])
+            predicted[part] = predicted_T.view_as(losses[part])
             if unit is not None and unit_TD is not None:
                 unit[part] = unit_TD.view_as(hidden[part])
         ctx.save_for_backward(unit)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dflow_lightning.acceptance import leading_run
 from dflow_lightning.attention import Backend
-from dflow_lightning.blocks import draw_anchors, slot_labels, slot_positions
+from dflow_lightning.blocks import slot_labels, slot_positions
 from dflow_lightning.carryover import side_by_side
 from dflow_lightning.causal_head import CausalHeadConfig, corrected_losses
 from dflow_lightning.data.datamodule import Batch
@@ -111,13 +111,7 @@ class DrafterModule(TrainingModule):
         layer_ids = self.drafter.dims.target_layer_ids
         up_to_head = up_to_head or self.loss_config.kind == "kl"
         inputs = clean_forward(self.target, batch, layer_ids, extra_slots, up_to_head=up_to_head)
-        if step is None:
-            step = self.global_step if self.training else 0
-        anchors = draw_anchors(
-            batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors,
-            seed=self.seed, step=step, documents=batch.documents,
-        )  # fmt: skip
-        inputs.rounds.append(Round(anchors))
+        inputs.rounds.append(Round(self.draw(batch, step)))
         return inputs
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -273,8 +267,14 @@ class DrafterModule(TrainingModule):
         super().on_load_checkpoint(checkpoint)
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, *, target: str | None = None) -> "DrafterModule":
-        """Rebuild a module from a checkpoint, on the target it was trained with or a given one."""
+    def from_checkpoint(
+        cls, path: str | Path, *, target: str | None = None, **training: Any
+    ) -> "DrafterModule":
+        """Rebuild a module from a checkpoint, on the target it was trained with or a given one.
+
+        Args:
+            training: further arguments, such as `loss`, of which a checkpoint knows nothing.
+        """
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         saved = checkpoint.get(CHECKPOINT_KEY)
         if saved is None:
@@ -286,7 +286,7 @@ class DrafterModule(TrainingModule):
         shape = {name: dims[name] for name in DrafterConfig.__dataclass_fields__ if name in dims}
         module = cls(
             target=config, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"]),
-            causal_head=CausalHeadConfig(**saved.get("causal_head", {})),
+            causal_head=CausalHeadConfig(**saved.get("causal_head", {})), **training,
         )  # fmt: skip
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])

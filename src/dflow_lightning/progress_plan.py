@@ -8,14 +8,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
+from dflow_lightning.eagle3_module import Eagle3Module
 from dflow_lightning.rollout import OnlineRollout
+from dflow_lightning.terminal import shown
 from dflow_lightning.validation import ValidationDecoding
-
-
-def shown(path: str | Path) -> str:
-    """A path as the user would type it."""
-    path = Path(path).resolve()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def count(number: float) -> str:
@@ -54,14 +50,20 @@ def plan(trainer: Trainer, module: Any, steps: int | None) -> dict[str, str]:
 
 def method(trainer: Trainer, module: Any) -> str:
     """The method's name, as the settings make it."""
+    if isinstance(module, Eagle3Module):
+        return "EAGLE-3: drafts one after the other, each from the one before"
     if not hasattr(module, "relay"):  # a drafter of another kind
         return type(module).__name__.removesuffix("Module")
+    parts, relay = getattr(module, "drafter", None), module.relay is not None
+    name = "DFlow" if relay else "DFlash"
+    if getattr(parts, "causal_head", None) is not None:
+        name = "Domino with DFlow" if relay else "Domino"
+    if getattr(parts, "carryover", None) is not None:
+        return f"{name}, with carryover: rejected rows stay in the drafter's context for a round"
+    if relay:
+        return f"{name}: the drafter is given what the target said about rejected drafts"
     rolled = bool((callback := _callback(trainer, OnlineRollout)) and callback.num_rounds)
-    if getattr(module, "causal_head", None) is not None:
-        return "Domino with DFlow" if module.relay is not None else "Domino"
-    if module.relay is not None:
-        return "DFlow: the drafter is given what the target said about rejected drafts"
-    return "DFlash with self-conditioning: rollout rounds, no relay" if rolled else "DFlash"
+    return f"{name} with self-conditioning: rollout rounds, no relay" if rolled else name
 
 
 def target(module: Any) -> str:

@@ -1,7 +1,6 @@
 """An export as a version of a registered model, in the tracking store of the run it came from."""
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,7 +11,7 @@ from dflow_lightning.tracking import KEY, RUN_ID
 from dflow_lightning.tracking_journal import FOLDER, Destination, read_state
 from dflow_lightning.tracking_logger import store_address
 from dflow_lightning.tracking_sender import prepare_client, reason
-from dflow_lightning.tracking_store import KEY_TAG, TAG_LIMIT, RunStore
+from dflow_lightning.tracking_store import KEY_TAG, TAG_LIMIT, RunStore, calmly
 from dflow_lightning.validation import DECODED_KEY
 
 
@@ -31,7 +30,7 @@ def register_export(
     if destination is None:
         return
     prepare_client()
-    logging.getLogger("mlflow").setLevel("ERROR")
+    calmly()
     name = name or model_name(destination.experiment, out)
     try:
         version = register(destination, content, checkpoint, out, name)

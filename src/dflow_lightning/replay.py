@@ -11,7 +11,12 @@ from dflow_lightning.data.token_rows import Batch
 from dflow_lightning.errors import InputError
 from dflow_lightning.loss import LossConfig
 from dflow_lightning.module import DrafterModule
-from dflow_lightning.rollout import Rollout
+from dflow_lightning.rollout import Rollout, StepInputs
+from dflow_lightning.trained import load_trained
+from dflow_lightning.training_module import TrainingModule
+
+# Of a recipe's `model`: what a step depends on and a checkpoint does not hold.
+STEP_KEYS = ("loss", "num_anchors", "seed", "ttt_steps", "step_decay")
 
 
 def replay_command(*, file: Path, target: str | None = None, device: str = "cpu") -> None:
@@ -32,12 +37,12 @@ def replay_command(*, file: Path, target: str | None = None, device: str = "cpu"
     for number, tensors in enumerate(content["batches"]):
         batch = Batch.from_tensors({name: tensor.to(device) for name, tensor in tensors.items()})
         with precision:
-            lines = replay_batch(module, batch, content, recipe["rollout"])
+            lines = replay_batch(module, batch, content, recipe.get("rollout", {}))
         samples = ", ".join(content["samples"][number])
         print("\n".join([f"batch {number}: samples {samples}", *lines]))
 
 
-def load(file: Path, target: str | None) -> tuple[dict[str, Any], DrafterModule, dict[str, Any]]:
+def load(file: Path, target: str | None) -> tuple[dict[str, Any], TrainingModule, dict[str, Any]]:
     """The guard's record, the module as it was, and its recipe.
 
     Raises:
@@ -54,29 +59,17 @@ def load(file: Path, target: str | None) -> tuple[dict[str, Any], DrafterModule,
     if "batches" not in content:
         raise InputError(f"file: {file} holds no batches; give the file of a rank beside it")
     recipe = torch.load(weights, weights_only=True, mmap=True)["recipe"]
-    module = DrafterModule.from_checkpoint(weights, target=target)
-    settings = recipe["model"]
-    module.loss_config = LossConfig(**settings["loss"])
-    module.num_anchors, module.seed = settings["num_anchors"], settings["seed"]
-    return content, module, recipe
+    settings = {name: recipe["model"][name] for name in STEP_KEYS if name in recipe["model"]}
+    if "loss" in settings:
+        settings["loss"] = LossConfig(**settings["loss"])
+    return content, load_trained(weights, target=target, **settings), recipe
 
 
 def replay_batch(
-    module: DrafterModule, batch: Batch, content: dict[str, Any], rollout: dict[str, Any]
+    module: TrainingModule, batch: Batch, content: dict[str, Any], rollout: dict[str, Any]
 ) -> list[str]:
     """One batch forward and backward; what is not finite, in the order of computing."""
-    rounds = content["rounds"]
-    inputs = module.begin_step(
-        batch,
-        extra_slots=bool(rounds) * rollout["num_anchors"] * module.drafter.dims.block_size,
-        up_to_head=rollout["reference"] == "target",
-        step=content["step"],
-    )
-    if rounds:
-        Rollout(
-            module.target, module.drafter, module.relay, module.relay_config.first_rejected,
-            rollout["mode"], rollout["reference"],
-        ).extend(inputs, rounds, rollout["num_anchors"])  # fmt: skip
+    inputs = begin(module, batch, content, rollout)
     module.zero_grad()
     with FirstBad(module) as bad:
         loss, sums_R4 = module.objective(inputs)
@@ -93,6 +86,26 @@ def replay_batch(
         f"  loss           {loss.item():.4g}; by round {', '.join(f'{x:.4g}' for x in losses)}",
         f"  gradients      {listed(broken, len(gradients))}",
     ]
+
+
+def begin(
+    module: TrainingModule, batch: Batch, content: dict[str, Any], rollout: dict[str, Any]
+) -> StepInputs:
+    """What the step fed the drafter, rounds of its rollout included."""
+    step, rounds = content["step"], content["rounds"]
+    if not (rounds and isinstance(module, DrafterModule)):
+        return module.begin_step(batch, step=step)
+    inputs = module.begin_step(
+        batch,
+        extra_slots=rollout["num_anchors"] * module.drafter.dims.block_size,
+        up_to_head=rollout["reference"] == "target",
+        step=step,
+    )
+    Rollout(
+        module.target, module.drafter, module.relay, module.relay_config.first_rejected,
+        rollout["mode"], rollout["reference"],
+    ).extend(inputs, rounds, rollout["num_anchors"])  # fmt: skip
+    return inputs
 
 
 class FirstBad:

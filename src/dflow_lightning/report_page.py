@@ -17,13 +17,13 @@ figcaption{color:#444}
 """
 
 
-def page(title: str, parts: Sequence[str]) -> str:
+def page(title: str, parts: Sequence[str], style: str = STYLE) -> str:
     """A whole HTML page."""
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n"
         f"<body>\n{body}\n</body></html>\n"
     )
 
@@ -55,9 +55,9 @@ def milliseconds(seconds: float | None) -> str:
     return number(None if seconds is None else 1000 * seconds, 2)
 
 
-def with_spread(values: Sequence[float]) -> str:
+def with_spread(values: Sequence[float], sign: str = "±") -> str:
     """A mean, and largest minus smallest where there is more than one."""
     if not values:
         return "-"
     middle = f"{sum(values) / len(values):.3f}"
-    return middle if len(values) == 1 else f"{middle} ± {max(values) - min(values):.3f}"
+    return middle if len(values) == 1 else f"{middle} {sign} {max(values) - min(values):.3f}"

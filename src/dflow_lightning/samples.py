@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from dflow_lightning.report_page import page
 from dflow_lightning.validation import Decoded, Measured
 
 SHOWN = 6  # prompts
@@ -37,11 +38,7 @@ def sample_page(tokenizer: Any, measured: Measured) -> str:
             row = next((one for one in rows if one.number == number), None)
             if row is not None:
                 parts.append(answer(tokenizer, row, title(measured, suffix)))
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        f"<title>Answers at step {measured.step}</title><style>{STYLE}</style>"
-        f"<body>{''.join(parts)}</body></html>"
-    )
+    return page(f"Answers at step {measured.step}", parts, STYLE)
 
 
 def chosen(measured: Measured) -> list[int]:

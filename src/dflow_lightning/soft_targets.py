@@ -7,13 +7,13 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import kl_div, linear
 from torch.utils.checkpoint import checkpoint
+
+from dflow_lightning.loss import HeadLoss
 
 
 def soft_losses(
@@ -44,7 +44,12 @@ def soft_losses(
     rows = (rows_BNK.clamp(max=length - 1) + first_B[:, None, None]).flatten(0, 1)
     hidden, clean = hidden_BNKD.flatten(0, 1), clean_BSD.flatten(0, 1)
     if weight_VD is not None:
-        losses, predicted = _SoftHeadLoss.apply(hidden, clean, rows, weight_VD, chunk_blocks)
+
+        def of_chunk(part: slice, drafted_TD: Tensor, gradient: bool):
+            clean_TD = clean[rows[part].flatten()].to(weight_VD.dtype)
+            return _soft_loss(drafted_TD, clean_TD, weight_VD, gradient=gradient)
+
+        losses, predicted = HeadLoss.apply(hidden, weight_VD.dtype, chunk_blocks, of_chunk)
     else:
         parts = [
             checkpoint(_chunk, part, clean[of_part], head, use_reentrant=False)
@@ -66,43 +71,10 @@ def _chunk(
     return losses, logits.detach().argmax(-1)
 
 
-class _SoftHeadLoss(torch.autograd.Function):
-    """Head and divergence chunk by chunk, the gradient computed while the logits are there.
-
-    As in `loss._HeadLoss`; the gradient for a loss of 1 is `(q - p) W`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden, clean, rows, weight_VD, chunk_blocks: int):
-        losses = torch.empty(rows.shape, device=rows.device)
-        predicted = torch.empty_like(rows)
-        unit = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start in range(0, hidden.shape[0], chunk_blocks):
-            part = slice(start, start + chunk_blocks)
-            drafted_TD = hidden[part].flatten(0, -2).to(weight_VD.dtype)
-            clean_TD = clean[rows[part].flatten()].to(weight_VD.dtype)
-            loss_T, predicted_T, unit_TD = _soft_loss(
-                drafted_TD, clean_TD, weight_VD, gradient=unit is not None
-            )
-            losses[part] = loss_T.view_as(rows[part])
-            predicted[part] = predicted_T.view_as(rows[part])
-            if unit is not None and unit_TD is not None:
-                unit[part] = unit_TD.view_as(hidden[part])
-        ctx.save_for_backward(unit)
-        ctx.mark_non_differentiable(predicted)
-        return losses, predicted
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor):
-        (unit,) = ctx.saved_tensors
-        return (unit * gradients[0].unsqueeze(-1)).to(unit.dtype), None, None, None, None
-
-
 def _soft_loss(
     drafted_TD: Tensor, clean_TD: Tensor, weight_VD: Tensor, *, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Losses, predictions and unit gradients of one chunk; both softmaxes are float32."""
+    """Losses, predictions and unit gradients `(q - p) W` of one chunk; softmaxes are float32."""
     with torch.autocast(drafted_TD.device.type, enabled=False):
         logits_TV = linear(drafted_TD, weight_VD).float()
         predicted_T = logits_TV.argmax(-1)

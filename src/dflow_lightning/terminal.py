@@ -80,6 +80,12 @@ def print_table(console: Console, rows: Table) -> None:
     console.out("\n".join(lines), highlight=False)
 
 
+def shown(path: str | Path) -> str:
+    """A path as the user would type it: relative to where we are, if it lies below."""
+    path, here = Path(path).resolve(), Path.cwd()
+    return str(path.relative_to(here) if here in path.parents else path)
+
+
 def labelled(label: str, text: str, stream: IO[str] | None = None) -> str:
     """A label and its text; on a terminal what does not fit is folded below the text's beginning.
 

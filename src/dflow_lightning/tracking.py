@@ -1,6 +1,5 @@
 """What is recorded of a run, and when: an MLflow run, and the recipe that made it."""
 
-import logging
 import os
 import sys
 import time
@@ -23,7 +22,7 @@ from dflow_lightning.meters import Meters
 from dflow_lightning.tracking_journal import Destination
 from dflow_lightning.tracking_logger import RunLogger, new_key, store_address
 from dflow_lightning.tracking_sender import prepare_client
-from dflow_lightning.tracking_store import clean_name
+from dflow_lightning.tracking_store import calmly, clean_name
 from dflow_lightning.validation import ValidationDecoding
 
 KEY, RUN_ID = "tracking_key", "mlflow_run_id"  # in a checkpoint
@@ -253,7 +252,7 @@ def import_mlflow(uri: str) -> None:
     A loader's worker that is forked while another thread imports would inherit a held lock.
     """
     prepare_client()
+    calmly()
     import_module("mlflow.tracking")
     if uri.startswith("sqlite:"):
         import_module("mlflow.store.tracking.sqlalchemy_store")
-    logging.getLogger("mlflow").setLevel("ERROR")

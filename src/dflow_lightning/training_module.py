@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from dflow_lightning.blocks import Anchors, draw_anchors
 from dflow_lightning.data.datamodule import Batch, ChatDataModule
 from dflow_lightning.errors import InputError
 from dflow_lightning.loss import LossWindow
@@ -64,9 +65,18 @@ class TrainingModule(LightningModule):
         self._window = LossWindow()  # the micro-batches of the coming optimizer step
         self._held_out = LossWindow()  # those of a validation or a test
 
-    def begin_step(self, batch: Batch) -> StepInputs:
-        """All that is known before the drafter runs."""
+    def begin_step(self, batch: Batch, *, step: int | None = None) -> StepInputs:
+        """All that is known before the drafter runs; anchors are those of the given step."""
         raise NotImplementedError
+
+    def draw(self, batch: Batch, step: int | None = None) -> Anchors:
+        """The anchors of a step; by default the trainer's, and 0 outside training."""
+        if step is None:
+            step = self.global_step if self.training else 0
+        return draw_anchors(
+            batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors,
+            seed=self.seed, step=step, documents=batch.documents,
+        )  # fmt: skip
 
     def objective(
         self, inputs: StepInputs, window: LossWindow | None = None

@@ -1,0 +1,38 @@
+"""What a run is called before it begins."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from eagle3_training import make_eagle3
+from training import make_module
+
+from dflow_lightning.progress_plan import method
+from dflow_lightning.rollout import OnlineRollout
+
+
+@pytest.mark.parametrize(
+    ("parts", "rounds", "name"),
+    [
+        ({"relay": False}, 0, "DFlash"),
+        ({"relay": False}, 2, "DFlash with self-conditioning: rollout rounds, no relay"),
+        ({"relay": False, "carryover": True}, 2, "DFlash, with carryover: "),
+        ({}, 2, "DFlow: "),
+        ({"carryover": True}, 2, "DFlow, with carryover: "),
+        ({"relay": False, "causal_head": True}, 0, "Domino"),
+        ({"relay": False, "causal_head": True}, 2, "Domino with self-conditioning: "),
+        ({"causal_head": True}, 2, "Domino with DFlow: "),
+    ],
+)
+def test_methods_have_their_names(
+    parts: dict[str, bool], rounds: int, name: str, tiny_target_dir: Path
+) -> None:
+    trainer: Any = SimpleNamespace(callbacks=[OnlineRollout(num_rounds=rounds)])
+    said = method(trainer, make_module(tiny_target_dir, **parts))
+    assert said.startswith(name) if name.endswith(" ") else said == name
+
+
+def test_eagle3_has_its_name(tiny_target_dir: Path) -> None:
+    trainer: Any = SimpleNamespace(callbacks=[])
+    assert method(trainer, make_eagle3(tiny_target_dir)).startswith("EAGLE-3: ")
