@@ -35,6 +35,7 @@ CONTRACT = {
     "temperature",
     "acceptance",
     "backend",
+    "tree_nodes",
     "concurrency",
     "requests_in_flight",
     "family",
