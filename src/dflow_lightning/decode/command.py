@@ -98,6 +98,7 @@ def decode_command(
         )
         for request, completion in zip(requests[part], completions, strict=True):
             row = describe(request, completion, decoder, plain, rule, relay_used)
+            row["tree_nodes"] = tree_nodes
             if json:
                 print(jsonlib.dumps(row, ensure_ascii=False), flush=True)
             else:
