@@ -110,10 +110,10 @@ def asked(batch):
 def test_same_tokens_as_the_target_alone(half_trained, relay, temperature, tree_nodes):
     module, batch = half_trained
     decoder = module.decoder()
-    plain = decoder.generate_plain(asked(batch), max_new_tokens=40, temperature=temperature)
+    plain = decoder.generate_plain(asked(batch), max_new_tokens=24, temperature=temperature)
     for batch_size in (1, 3):
         fast = decoder.generate(
-            asked(batch), max_new_tokens=40, temperature=temperature, relay=relay,
+            asked(batch), max_new_tokens=24, temperature=temperature, relay=relay,
             batch_size=batch_size, tree_nodes=tree_nodes,
         )  # fmt: skip
         if batch_size == 1:
