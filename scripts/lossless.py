@@ -2,10 +2,11 @@
 
     python scripts/lossless.py --drafter data/tiny-drafters/dflow
 
-Drafters, relay on and off, requests in flight and backends, on the same held-out prompts, greedy,
-float32. The reference is plain decoding, one request at a time. A difference counts unless the
-target itself cannot tell the two tokens apart (`equality`); those are counted apart. The package is
-compiled into a copy of the export first. Exit status 1 when any answer differs.
+Drafters, relay on and off, requests in flight, backends, and trees of several sizes beside chains,
+on the same held-out prompts, greedy, float32. The reference is plain decoding, one request at a
+time. A difference counts unless the target itself cannot tell the two tokens apart (`equality`);
+those are counted apart. The package is compiled into a copy of the export first. Exit status 1 when
+any answer differs.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.package import FOLDER, compile_package
 from dflow_lightning.decode.steps import Backend
+from dflow_lightning.drafter import Drafter
 from dflow_lightning.eagle3 import Eagle3Drafter
 from dflow_lightning.equality import EqualityCheck
 from dflow_lightning.target import FrozenTarget
@@ -40,9 +43,22 @@ def packaged_copy(drafter: Path, target: FrozenTarget, place: Path) -> Speculati
     return decoder
 
 
+def ways(
+    decoder: SpeculativeDecoder, backends: list[Backend], tree_nodes: list[int]
+) -> Iterator[tuple[Backend, int | None]]:
+    """Backends with chains, then eager trees, as far as the drafter can."""
+    drafter = decoder.drafter
+    for one in backends:
+        if not (one == "package" and isinstance(drafter, Eagle3Drafter)):
+            yield one, None
+    if isinstance(drafter, Drafter) and drafter.causal_head is None:
+        for nodes in tree_nodes:
+            yield "eager", nodes
+
+
 def main(
     target: str, drafter: list[Path], per_family: int, max_new_tokens: int, batch: list[int],
-    backend: list[Backend],
+    backend: list[Backend], tree_nodes: list[int],
 ) -> int:  # fmt: skip
     """Print the table; returns the exit status."""
     torch.set_num_threads(1)
@@ -60,15 +76,16 @@ def main(
         first = next(iter(decoders.values()))
         plain = first.generate_plain(asked, max_new_tokens=max_new_tokens)
         print(f"{len(prompts)} prompts, up to {max_new_tokens} tokens, greedy, {frozen.dtype}")
-        print(f"{'drafter':<12} {'relay':<5} {'backend':<9} batch  tau   differ ties seconds")
-        for (name, decoder), one, size in itertools.product(decoders.items(), backend, batch):
-            if one == "package" and isinstance(decoder.drafter, Eagle3Drafter):
-                continue
-            for relay in (True, False) if decoder.relay is not None else (False,):
+        print(f"{'drafter':<12} {'relay':<5} {'backend':<9} tree  batch  tau   differ ties seconds")
+        for name, decoder in decoders.items():
+            relays = (True, False) if decoder.relay is not None else (False,)
+            cells = itertools.product(ways(decoder, backend, tree_nodes), batch, relays)
+            for (one, nodes), size, relay in cells:
                 start = time.perf_counter()
                 ours = decoder.generate(
-                    asked, max_new_tokens=max_new_tokens, relay=relay, batch_size=size, backend=one
-                )
+                    asked, max_new_tokens=max_new_tokens, relay=relay, batch_size=size, backend=one,
+                    tree_nodes=nodes,
+                )  # fmt: skip
                 seconds = time.perf_counter() - start
                 found = check.differences(
                     prompts, [c.token_ids for c in ours], [c.token_ids for c in plain],
@@ -78,7 +95,8 @@ def main(
                 wrong = len(found) - ties
                 rounds = [a for completion in ours for a in completion.accepted]
                 print(
-                    f"{Path(name).name:<12} {'on' if relay else 'off':<5} {one:<9} {size:>5}  "
+                    f"{Path(name).name:<12} {'on' if relay else 'off':<5} {one:<9} "
+                    f"{nodes or '-':>4}  {size:>5}  "
                     f"{1 + sum(rounds) / len(rounds):.3f} {wrong:>6} {ties:>4} {seconds:7.1f}",
                     flush=True,
                 )
@@ -97,4 +115,5 @@ if __name__ == "__main__":
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 3, 8])
     parser.add_argument("--backend", nargs="+", default=["eager", "compiled", "package"])
+    parser.add_argument("--tree-nodes", type=int, nargs="*", default=[8, 16])
     sys.exit(main(**vars(parser.parse_args())))

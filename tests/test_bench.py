@@ -35,6 +35,7 @@ CONTRACT = {
     "temperature",
     "acceptance",
     "backend",
+    "tree_nodes",
     "concurrency",
     "requests_in_flight",
     "family",
@@ -119,6 +120,15 @@ def test_a_drafter_without_a_relay_is_measured_once(tiny_target, tiny_drafter, p
     decoder = SpeculativeDecoder(tiny_target, tiny_drafter)
     rows = bench({"dflash": decoder}, prompts, BenchSettings(max_new_tokens=4)).rows
     assert {row.relay for row in rows} == {"off"}
+
+
+def test_rows_of_a_tree(decoder, prompts):
+    settings = BenchSettings(temperatures=[0.0, 1.0], max_new_tokens=8, tree_nodes=6)
+    rows = bench({"ours": decoder}, prompts, settings).rows
+    assert all(row.lossless for row in rows)
+    assert {(row.relay, row.tree_nodes) for row in rows} == {("on", 6), ("off", 6)}
+    with pytest.raises(InputError, match="acceptance is rejection"):
+        bench({"ours": decoder}, prompts, replace(settings, acceptance="rejection"))
 
 
 def test_rows_of_several_concurrencies(decoder, prompts):
@@ -458,6 +468,8 @@ def test_names_are_as_short_as_they_can_be():
         ({"concurrency": [4, 1, 4]}, "concurrency holds 4 twice"),
         ({"concurrency": [1, 4]}, "concurrency holds 4, but family code has 3 prompts"),
         ({"backend": "fast"}, "backend is fast"),
+        ({"tree_nodes": 1}, "tree_nodes is 1; give 2 to"),
+        ({"tree_nodes": 8, "backend": "compiled"}, "backend is compiled"),
         ({"max_new_tokens": 1}, "max_new_tokens is 1; give 2 or more"),
         ({"suite": "missing.jsonl"}, "missing.jsonl does not exist"),
         ({"target": "."}, "which the suite tiny reads"),

@@ -150,3 +150,5 @@ def test_refused(tiny_target, tiny_drafter, decoder):
         measure_overlap({"bare": bare}, PROMPTS, BenchSettings())
     with pytest.raises(InputError, match="set acceptance to match"):
         measure_overlap({"ours": decoder}, PROMPTS, BenchSettings(acceptance="rejection"))
+    with pytest.raises(InputError, match="its rounds are chains, but tree_nodes is 8"):
+        measure_overlap({"ours": decoder}, PROMPTS, BenchSettings(tree_nodes=8))

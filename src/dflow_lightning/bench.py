@@ -22,6 +22,7 @@ from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.steps import Backend
+from dflow_lightning.decode.tree import check_settings as check_tree_settings
 from dflow_lightning.errors import InputError
 from dflow_lightning.measure import BenchResult, BenchSettings, RelayChoice, bench, num_steps
 from dflow_lightning.overlap import check_overlap, measure_overlap
@@ -48,6 +49,7 @@ def bench_command(
     concurrency: list[int] = [1],  # noqa: B006
     acceptance: Acceptance = "match",
     backend: Backend = "eager",
+    tree_nodes: int | None = None,
     seed: int = 0,
     overlap: bool = False,
     quiet: bool = False,
@@ -74,6 +76,8 @@ def bench_command(
             sampling, whose answers above temperature 0 cannot be compared with the plain ones.
         backend: `eager` or `compiled`, for plain decoding as well; or `package`, the compiled draft
             step of the exports, against eager plain decoding.
+        tree_nodes: drafters verify their most probable drafts as a tree of so many tokens, the
+            anchor among them, in place of a chain; for DFlash and DFlow, eager, by match.
         seed: of the sampling noise.
         overlap: also draft every round of a relay-on decoding without its relay, and say where the
             relay helps: by the accepted drafts of the round before, by slot and by entropy.
@@ -86,6 +90,7 @@ def bench_command(
         concurrency=concurrency,
         acceptance=acceptance,
         backend=backend,
+        tree_nodes=tree_nodes,
         seed=seed,
     )
     check_settings(settings, drafter, per_family)
@@ -181,6 +186,7 @@ def check_settings(settings: BenchSettings, drafters: list[Path], per_family: in
             raise InputError(f"concurrency holds {concurrency}; give 1 or more")
     if per_family < 1:
         raise InputError(f"per_family is {per_family}; give 1 or more")
+    check_tree_settings(settings.tree_nodes, settings.acceptance, settings.backend)
     if settings.max_new_tokens < 2:
         raise InputError(
             f"max_new_tokens is {settings.max_new_tokens}; give 2 or more, since the first token "
@@ -204,7 +210,8 @@ def environment(target: FrozenTarget, settings: BenchSettings, suite: Suite) -> 
     families = [prompt.family for prompt in suite.prompts]
     return {
         "command": shlex.join(["dflow-train", *sys.argv[1:]]),
-        "engine": f"dflow-lightning {settings.backend}",
+        "engine": f"dflow-lightning {settings.backend}"
+        + (f", tree of {settings.tree_nodes}" if settings.tree_nodes else ""),
         "versions": versions(),
         "machine": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
@@ -224,5 +231,6 @@ def environment(target: FrozenTarget, settings: BenchSettings, suite: Suite) -> 
         "concurrency": list(settings.concurrency),
         "backend": settings.backend,
         "acceptance": settings.acceptance,
+        "tree_nodes": settings.tree_nodes,
         "seed": settings.seed,
     }

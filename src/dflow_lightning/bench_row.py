@@ -33,6 +33,7 @@ class Row:
         relay: "on" or "off"; a drafter without a relay is "off".
         acceptance: the rule: "greedy" (temperature 0), "sample_match" or "rejection".
         backend: how the steps ran.
+        tree_nodes: tokens of a verified tree; None is a chain.
         concurrency: most requests in flight at the same time.
         requests_in_flight: their mean over the rounds; fewer where a family's last ones finish.
         family: one of the suite's, or "pooled" over all of them.
@@ -65,6 +66,7 @@ class Row:
     temperature: float
     acceptance: str
     backend: str
+    tree_nodes: int | None
     concurrency: int
     requests_in_flight: float | None
     family: str

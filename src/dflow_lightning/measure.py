@@ -45,6 +45,7 @@ class BenchSettings:
         acceptance: `match` or `rejection`, see `Engine`.
         backend: how the steps of all arms run, plain decoding included; beside a `package`, which
             is a draft step, plain decoding is eager.
+        tree_nodes: drafters verify a tree of so many tokens, see `Engine`; None is a chain.
         seed: of the sampling noise; each prompt's own follows from it and the prompt's id.
     """
 
@@ -54,6 +55,7 @@ class BenchSettings:
     max_new_tokens: int = 128
     acceptance: Acceptance = "match"
     backend: Backend = "eager"
+    tree_nodes: int | None = None
     seed: int = 0
 
 
@@ -138,7 +140,10 @@ def check_families(prompts: Sequence[Prompt], settings: BenchSettings) -> None:
 
 def drafter_arms(decoders: Mapping[str, SpeculativeDecoder], settings: BenchSettings) -> list[Arm]:
     """Every drafter with every relay setting that is asked for."""
-    common = {"acceptance": settings.acceptance, "backend": settings.backend}
+    common = {
+        "acceptance": settings.acceptance, "backend": settings.backend,
+        "tree_nodes": settings.tree_nodes,
+    }  # fmt: skip
     return [
         Arm(name, decoder, relay, common | {"relay": relay == "on"})
         for name, decoder in decoders.items()
@@ -259,6 +264,7 @@ class Run:
             temperature=self.temperature,
             acceptance=self.rule,
             backend=self.settings.backend,
+            tree_nodes=self.settings.tree_nodes,
             concurrency=self.concurrency,
             requests_in_flight=ours.requests_in_flight,
             family=family,

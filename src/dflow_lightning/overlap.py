@@ -105,6 +105,11 @@ def check_overlap(decoders: Mapping[str, SpeculativeDecoder], settings: BenchSet
             "overlap: under rejection sampling an answer depends on its drafts, so that two drafts "
             "of one state have no answer in common; set acceptance to match"
         )
+    if settings.tree_nodes is not None:
+        raise InputError(
+            f"overlap: its rounds are chains, but tree_nodes is {settings.tree_nodes}; leave one "
+            "of both out"
+        )
     if all(decoder.relay is None for decoder in decoders.values()):
         raise InputError("overlap: no drafter has a relay; give one that has, or leave it out")
 

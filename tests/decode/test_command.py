@@ -42,11 +42,28 @@ def test_all_ways_give_the_same_tokens(given, capsys, temperature):
     (on,) = decode(capsys, **options)
     (off,) = decode(capsys, relay="off", **options)
     (plain,) = decode(capsys, plain=True, **options)
-    assert on["token_ids"] == off["token_ids"] == plain["token_ids"]
+    (tree,) = decode(capsys, tree_nodes=6, **options)
+    assert on["token_ids"] == off["token_ids"] == plain["token_ids"] == tree["token_ids"]
+    assert (on["tree_nodes"], tree["tree_nodes"]) == (None, 6)
     assert [one["relay"] for one in (on, off, plain)] == ["on", "off", "off"]
     assert (plain["tau"], plain["accepted"]) == (None, None)
     assert on["acceptance"] == ("greedy" if temperature == 0 else "sample_match")
     assert on["tau"] == pytest.approx(1 + sum(on["accepted"]) / on["rounds"])
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"acceptance": "rejection"}, "acceptance is rejection"),
+        ({"backend": "compiled"}, "backend is compiled"),
+        ({"plain": True}, "plain decoding drafts nothing"),
+    ],
+)
+def test_what_a_tree_cannot_do_is_refused_before_anything_is_loaded(option, said):
+    with pytest.raises(InputError, match=said):
+        decode_command(
+            target="nowhere", drafter=Path("nowhere"), prompt="hello", tree_nodes=8, **option
+        )
 
 
 def test_a_file_is_answered_in_its_order(given, capsys, tmp_path):

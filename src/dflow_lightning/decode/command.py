@@ -11,6 +11,7 @@ from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.decode import Completion, Request, SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.steps import Backend
+from dflow_lightning.decode.tree import check_settings
 from dflow_lightning.errors import InputError
 from dflow_lightning.metrics import acceptance_summary
 from dflow_lightning.target import FrozenTarget
@@ -31,6 +32,7 @@ def decode_command(
     concurrency: int = 1,
     acceptance: Acceptance = "match",
     backend: Backend = "eager",
+    tree_nodes: int | None = None,
     json: bool = False,
     thinking: bool = False,
     plain: bool = False,
@@ -52,6 +54,8 @@ def decode_command(
         acceptance: `match` accepts drafts that equal the target's own choice, `rejection` is
             rejection sampling; both are lossless.
         backend: `eager`, `compiled`, or `package`, the compiled draft step of the export.
+        tree_nodes: verify the most probable drafts as a tree of so many tokens, the anchor among
+            them, in place of a chain; for DFlash and DFlow, eager, by match.
         json: print one JSON object per prompt instead of text.
         thinking: let the target think first, where its chat template knows how.
         plain: decode with the target alone, to compare.
@@ -66,6 +70,11 @@ def decode_command(
         raise InputError(
             "backend is package, which drafts; choose eager or compiled for plain decoding"
         )
+    if plain and tree_nodes is not None:
+        raise InputError(
+            f"tree_nodes is {tree_nodes}, but plain decoding drafts nothing; leave one of both out"
+        )
+    check_settings(tree_nodes, acceptance, backend)
     settings: dict[str, Any] = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
         "max_new_tokens": max_new_tokens,
@@ -75,7 +84,10 @@ def decode_command(
     requests = read_requests(prompt, prompts, frozen, thinking)
     decoder = SpeculativeDecoder.from_export(drafter, frozen)
     relay_used = relay == "on" and decoder.relay is not None and not plain
-    options: dict[str, Any] = {"speculative": not plain, "relay": relay_used, "backend": backend}
+    options: dict[str, Any] = {
+        "speculative": not plain, "relay": relay_used, "backend": backend,
+        "tree_nodes": tree_nodes,
+    }  # fmt: skip
     asked = [Request(prompt_ids=one.token_ids, **settings) for one in requests]
     rule = "rejection" if acceptance == "rejection" else "sample_match"
     rule = rule if temperature > 0 else "greedy"
@@ -86,6 +98,7 @@ def decode_command(
         )
         for request, completion in zip(requests[part], completions, strict=True):
             row = describe(request, completion, decoder, plain, rule, relay_used)
+            row["tree_nodes"] = tree_nodes
             if json:
                 print(jsonlib.dumps(row, ensure_ascii=False), flush=True)
             else:

@@ -11,6 +11,7 @@ from dflow_lightning.decode.request import Answer, Completion, Request, Update
 from dflow_lightning.decode.rounds import RoundTimer
 from dflow_lightning.decode.state import Models
 from dflow_lightning.decode.steps import Backend, Steps
+from dflow_lightning.decode.tree import check_settings
 from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.eagle3 import AnyDrafter
 from dflow_lightning.errors import InputError
@@ -132,13 +133,20 @@ class SpeculativeDecoder:
         speculative: bool = True,
         acceptance: Acceptance = "match",
         backend: Backend = "eager",
+        tree_nodes: int | None = None,
     ) -> Engine:
         """An engine of this decoder; the last one of each kind is kept and used again."""
         if backend == "package" and not speculative:
             raise InputError(
                 "backend is package, which drafts; choose eager or compiled for plain decoding"
             )
-        kind = (speculative, relay and self.keeps_rejected, acceptance, backend)
+        if tree_nodes is not None and not speculative:
+            raise InputError(
+                f"tree_nodes is {tree_nodes}, but plain decoding drafts nothing; leave one of both "
+                "out"
+            )
+        check_settings(tree_nodes, acceptance, backend)  # before a package is looked for
+        kind = (speculative, relay and self.keeps_rejected, acceptance, backend, tree_nodes)
         engine = self._engines.get(kind)
         if engine is None or engine.num_slots != num_slots or engine.max_length < max_length:
             limit = self.target.config.max_position_embeddings
@@ -149,6 +157,7 @@ class SpeculativeDecoder:
                 max_length=max(rounded, 2),
                 acceptance=acceptance,
                 backend=self._packaged() if backend == "package" else backend,
+                tree_nodes=tree_nodes,
             )
             self._engines[kind] = engine
         return engine
@@ -176,6 +185,7 @@ class SpeculativeDecoder:
         batch_size: int = 1,
         acceptance: Acceptance = "match",
         backend: Backend = "eager",
+        tree_nodes: int | None = None,
         timer: RoundTimer | None = None,
     ) -> list[Completion]:
         """Decode prompts speculatively.
@@ -191,6 +201,7 @@ class SpeculativeDecoder:
             batch_size: prompts in flight at the same time.
             acceptance: `match` or `rejection`, see `Engine`.
             backend: `eager`, `compiled`, or `package` (the compiled draft step of the export).
+            tree_nodes: verify a tree of so many tokens in place of a chain, see `Engine`.
             timer: is given the seconds of each part of each round.
 
         Raises:
@@ -202,7 +213,7 @@ class SpeculativeDecoder:
         )  # fmt: skip
         return self.run(
             requests, batch_size=batch_size, relay=relay, speculative=speculative,
-            acceptance=acceptance, backend=backend, timer=timer,
+            acceptance=acceptance, backend=backend, tree_nodes=tree_nodes, timer=timer,
         )  # fmt: skip
 
     def generate_plain(self, prompts: list[list[int]], **options: Any) -> list[Completion]:

@@ -24,6 +24,7 @@ from dflow_lightning.decode.request import Completion, Request, Update
 from dflow_lightning.decode.rounds import Mode, RoundTimer
 from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
 from dflow_lightning.decode.steps import Backend, Steps, rounded_length
+from dflow_lightning.decode.tree import check_tree
 from dflow_lightning.errors import InputError
 
 Acceptance = Literal["match", "rejection"]
@@ -58,6 +59,8 @@ class Engine:
         acceptance: `match` accepts drafts that equal the target's choice, greedy or sampled;
             `rejection` draws drafts from the drafter and corrects by rejection sampling.
         backend: `eager`, `compiled` rounds, or steps made elsewhere.
+        tree_nodes: tokens that the target verifies in a round, the anchor among them, as a tree of
+            the most probable drafts; None is a chain of the block's.
         prefill_chunk: prompt tokens a request reads between two rounds.
         max_stop_ids: stop tokens a request may have.
     """
@@ -70,6 +73,7 @@ class Engine:
         max_length: int,
         acceptance: Acceptance = "match",
         backend: Backend | Steps = "eager",
+        tree_nodes: int | None = None,
         prefill_chunk: int = 512,
         max_stop_ids: int = 16,
     ) -> None:
@@ -82,11 +86,14 @@ class Engine:
             )
         if prefill_chunk < 1:
             raise InputError(f"prefill_chunk is {prefill_chunk}; give 1 or more")
+        if tree_nodes is not None:
+            check_tree(tree_nodes, models, acceptance, backend)
+            models = replace(models, tree_nodes=tree_nodes)
         self.models, self.num_slots, self.max_length = models, num_slots, max_length
         self.prefill_chunk, self.max_stop_ids = prefill_chunk, max_stop_ids
         self.steps = Steps(backend) if isinstance(backend, str) else backend
         # A block may reach past the last token of a full request; noise is read one further.
-        self.capacity = max_length + models.block_size + 1
+        self.capacity = max_length + models.verified_tokens + 1
         rejection = acceptance == "rejection" and models.drafter is not None
         self.state = DecodeState.empty(
             models, num_slots, self.capacity, max_stop_ids, rejection=rejection
@@ -310,7 +317,7 @@ class Engine:
         )
         return self.state.first(
             self.steps.rows(count, self.num_slots),
-            self.steps.length(tokens + self.models.block_size, self.capacity),
+            self.steps.length(tokens + self.models.verified_tokens, self.capacity),
         )
 
     def _mode(self, decoding: list[tuple[int, _Flight]]) -> Mode:

@@ -25,7 +25,7 @@ from dflow_lightning.acceptance import (
     rejected_token,
 )
 from dflow_lightning.blocks import slot_positions
-from dflow_lightning.decode import eagle3
+from dflow_lightning.decode import eagle3, tree
 from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
 from dflow_lightning.draft import draft_hidden, embed_blocks, embedding, relay_correction
 from dflow_lightning.eagle3 import Eagle3Drafter
@@ -70,10 +70,15 @@ class Mode:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Draft tokens, `[R, J]`, and for rejection sampling their distribution, `[R, J, V]`."""
+    """Draft tokens, `[R, J]`, and for rejection sampling their distribution, `[R, J, V]`.
+
+    Args:
+        tree: where they are more than one chain; the tokens are then those of its J nodes.
+    """
 
     tokens_RJ: Tensor
     probabilities_RJV: Tensor | None = None
+    tree: tree.Tree | None = None
 
 
 @dataclass(frozen=True)
@@ -84,11 +89,15 @@ class Verified:
         committed_RK: accepted drafts and the bonus token, arbitrary afterwards.
         num_accepted_R: accepted drafts.
         taps_RKC: the tapped states of every row.
+        drafts_RJ: the drafts that these rows read.
+        num_rows_R: rows that exist, where a tree has fewer than K.
     """
 
     committed_RK: Tensor
     num_accepted_R: Tensor
     taps_RKC: Tensor
+    drafts_RJ: Tensor
+    num_rows_R: Tensor | None = None
 
 
 DraftStep = Callable[[Models, DecodeState, Mode], Drafts]
@@ -120,7 +129,7 @@ def run_round(
     with measure("commit"):
         report_RK, h_RKD = commit_round(models, state, verified)
     with measure("relay"):
-        keep_relay(models, state, drafts, verified, h_RKD)
+        keep_relay(models, state, verified, h_RKD)
     return report_RK
 
 
@@ -134,7 +143,7 @@ def correct(models: Models, state: DecodeState) -> Tensor | None:
 def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tensor | None) -> Drafts:
     """Draft slots 1..K-1 in one drafter forward (N = 1 block a request).
 
-    A causal head then chooses them one after the other.
+    A causal head then chooses them one after the other; a tree takes several for a slot.
     """
     if models.drafter is None:
         return Drafts(state.tokens_RT[:, :0])
@@ -146,6 +155,9 @@ def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tenso
     carried = models.drafter.carry(state.relay) if models.carryover else None
     hidden_RNJD = draft_hidden(models.drafter, x_RNKD, state.context, anchor_R1, carried=carried)
     logits_RJV = models.target.head(hidden_RNJD.squeeze(1).to(models.target.dtype))
+    if models.tree_nodes is not None:
+        grown = tree.grow(logits_RJV, anchor_ids_R1.squeeze(1), models.tree_nodes)
+        return Drafts(grown.tokens_RN[:, 1:], tree=grown)
     if models.drafter.causal_head is None:
         return pick(state, mode, logits_RJV)
     picked: list[Drafts] = []
@@ -183,15 +195,15 @@ def verify(models: Models, state: DecodeState, mode: Mode, drafts: Drafts) -> Ve
     """One target forward over the anchor and its drafts, and how many drafts it accepts."""
     anchor_R1 = state.anchor_R.unsqueeze(1)
     ids_RK = torch.cat([state.tokens_RT.gather(1, anchor_R1), drafts.tokens_RJ], dim=1)
-    positions_RK = slot_positions(state.anchor_R, ids_RK.shape[1])
+    slots_RK = slot_positions(state.anchor_R, ids_RK.shape[1])
+    if drafts.tree is None:
+        positions_RK, visible_RKT = slots_RK, causal(slots_RK, state.target_cache.length)
+    else:
+        positions_RK = anchor_R1 + drafts.tree.depth_RN
+        visible_RKT = tree.visible(drafts.tree, state.anchor_R, state.target_cache.length)
     layer_ids = models.drafter.dims.target_layer_ids if models.drafter is not None else []
     output = models.target.forward(
-        ids_RK,
-        positions_RK,
-        state.target_cache,
-        positions_RK,
-        causal(positions_RK, state.target_cache.length),
-        layer_ids,
+        ids_RK, positions_RK, state.target_cache, slots_RK, visible_RKT, layer_ids
     )
     logits_RKV = models.target.head(output.hidden_BQD)
     noise_RKC = _noise_after(state, positions_RK)
@@ -203,10 +215,30 @@ def verify(models: Models, state: DecodeState, mode: Mode, drafts: Drafts) -> Ve
             noise_RKC[:, :-1, 1],
             noise_RKC[..., 0],
         )
-    else:
-        committed_RK = chosen_tokens(logits_RKV, state.sampling, noise_RKC[..., 0], mode)
-        num_accepted_R = accept(drafts.tokens_RJ, committed_RK[:, :-1])
-    return Verified(committed_RK, num_accepted_R, output.taps_BQC)
+        return Verified(committed_RK, num_accepted_R, output.taps_BQC, drafts.tokens_RJ)
+    chosen_RK = chosen_tokens(logits_RKV, state.sampling, noise_RKC[..., 0], mode)
+    if drafts.tree is not None:
+        return along_path(models, state, drafts.tree, chosen_RK, output.taps_BQC)
+    num_accepted_R = accept(drafts.tokens_RJ, chosen_RK[:, :-1])
+    return Verified(chosen_RK, num_accepted_R, output.taps_BQC, drafts.tokens_RJ)
+
+
+def along_path(
+    models: Models, state: DecodeState, grown: tree.Tree, chosen_RN: Tensor, taps_RNC: Tensor
+) -> Verified:
+    """The accepted path of a tree as if it had been a chain, in the target's cache as well.
+
+    Its rejected suffix is the most probable path below the last accepted node.
+    """
+    path = tree.follow(grown, chosen_RN, models.block_size)
+    tree.compact(state.target_cache, state.anchor_R, path.nodes_RK)
+    return Verified(
+        chosen_RN.gather(1, path.nodes_RK),
+        path.num_accepted_R,
+        taps_RNC.gather(1, path.nodes_RK.unsqueeze(-1).expand(-1, -1, taps_RNC.shape[-1])),
+        grown.tokens_RN.gather(1, path.nodes_RK[:, 1:]),
+        path.length_R,
+    )
 
 
 def chosen_tokens(logits_RQV: Tensor, sampling: Sampling, noise_RQ: Tensor, mode: Mode) -> Tensor:
@@ -291,7 +323,7 @@ def commit_round(
 
 
 def keep_relay(
-    models: Models, state: DecodeState, drafts: Drafts, verified: Verified, h_RKD: Tensor | None
+    models: Models, state: DecodeState, verified: Verified, h_RKD: Tensor | None
 ) -> None:
     """Rows of the rejected suffix, aligned to the next block, with bonus and rejected token.
 
@@ -303,8 +335,11 @@ def keep_relay(
     aligned_RKD, valid_RK = align(
         h_RKD, num_accepted_R, h_RKD.shape[1], first_rejected=models.first_rejected
     )
+    if verified.num_rows_R is not None:
+        row_RK = num_accepted_R.unsqueeze(1) + torch.arange(h_RKD.shape[1], device=h_RKD.device)
+        valid_RK = valid_RK & (row_RK < verified.num_rows_R.unsqueeze(1))
     bonus_R1 = verified.committed_RK.gather(1, num_accepted_R.unsqueeze(1))
     state.relay.h_BNKD.copy_(aligned_RKD.unsqueeze(1))
     state.relay.valid_BNK.copy_((valid_RK & ~state.done_R.unsqueeze(1)).unsqueeze(1))
     state.relay.bonus_BN.copy_(bonus_R1)
-    state.relay.rejected_BN.copy_(rejected_token(drafts.tokens_RJ, num_accepted_R).unsqueeze(1))
+    state.relay.rejected_BN.copy_(rejected_token(verified.drafts_RJ, num_accepted_R).unsqueeze(1))

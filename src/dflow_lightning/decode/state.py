@@ -31,6 +31,7 @@ class Models:
     relay: Relay | None = None
     first_rejected: bool = True
     carryover: bool = True  # whether the drafter's is used, if it has one
+    tree_nodes: int | None = None  # verified tokens of a tree, the anchor among them
 
     @property
     def keeps_rejected(self) -> bool:
@@ -38,6 +39,11 @@ class Models:
         if self.drafter is None:
             return False
         return self.relay is not None or (self.carryover and self.drafter.carryover is not None)
+
+    @property
+    def verified_tokens(self) -> int:
+        """Cache slots that a round writes behind the committed tokens."""
+        return max(self.block_size, self.tree_nodes or 0)
 
     @property
     def block_size(self) -> int:
