@@ -70,11 +70,7 @@ def decode_command(
         raise InputError(
             "backend is package, which drafts; choose eager or compiled for plain decoding"
         )
-    if plain and tree_nodes is not None:
-        raise InputError(
-            f"tree_nodes is {tree_nodes}, but plain decoding drafts nothing; leave one of both out"
-        )
-    check_settings(tree_nodes, acceptance, backend)
+    check_settings(tree_nodes, acceptance, backend, speculative=not plain)
     settings: dict[str, Any] = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
         "max_new_tokens": max_new_tokens,

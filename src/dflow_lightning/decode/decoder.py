@@ -140,12 +140,8 @@ class SpeculativeDecoder:
             raise InputError(
                 "backend is package, which drafts; choose eager or compiled for plain decoding"
             )
-        if tree_nodes is not None and not speculative:
-            raise InputError(
-                f"tree_nodes is {tree_nodes}, but plain decoding drafts nothing; leave one of both "
-                "out"
-            )
-        check_settings(tree_nodes, acceptance, backend)  # before a package is looked for
+        # Before a package is looked for.
+        check_settings(tree_nodes, acceptance, backend, speculative=speculative)
         kind = (speculative, relay and self.keeps_rejected, acceptance, backend, tree_nodes)
         engine = self._engines.get(kind)
         if engine is None or engine.num_slots != num_slots or engine.max_length < max_length:

@@ -11,47 +11,38 @@ Shapes: R requests, K slots of a block, J = K-1 drafts, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from dflow_lightning.acceptance import draw, probabilities
 from dflow_lightning.decode.state import DecodeState, Models
 from dflow_lightning.drafter import ContextKV
 from dflow_lightning.eagle3 import Eagle3Drafter, Unroll
 
 
-def draft(
-    models: Models, state: DecodeState, *, sampled: bool, filtered: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Draft J tokens, greedily, or drawn from the drafter's distribution for rejection sampling.
+def draft(models: Models, state: DecodeState, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Draft J tokens, `[R, J]`.
 
-    Returns:
-        the drafts, `[R, J]`, and their distributions, `[R, J, V]`, if they are drawn.
+    Args:
+        choose: a step's logits, `[R, V]`, and its number from 0, to its token.
     """
     target, drafter = models.target, models.drafter
     assert isinstance(drafter, Eagle3Drafter)
     assert state.feature_RD is not None
     anchor_R1 = state.anchor_R.unsqueeze(1)
     first_R1 = (anchor_R1 - 1).clamp(min=0)  # a free slot has no row before its anchor
-    # Drafts are keyed by the anchor, as in `rounds.draft`.
-    index_R1C = anchor_R1.unsqueeze(-1).expand(-1, 1, state.noise_RTC.shape[-1])
-    noise_RC = state.noise_RTC.gather(1, index_R1C)[:, 0]
     (context,) = state.context
     steps = Unroll(drafter, state.feature_RD.unsqueeze(1), first_R1, context)
     token_R1 = state.tokens_RT.gather(1, anchor_R1)
-    tokens, distributions = [], []
+    tokens = []
     for number in range(models.block_size - 1):
         hidden_R1D = steps.advance(target.embed(token_R1).to(drafter.fc.weight.dtype))
-        logits_R1V = target.head(hidden_R1D.to(target.dtype))
-        if sampled:
-            draft_R1V = probabilities(logits_R1V, state.sampling, filtered=filtered)
-            token_R1 = draw(draft_R1V, noise_RC[:, 2 + number : 3 + number])
-            distributions.append(draft_R1V)
-        else:
-            token_R1 = logits_R1V.argmax(-1)
+        logits_RV = target.head(hidden_R1D.to(target.dtype)).squeeze(1)
+        token_R1 = choose(logits_RV, number).unsqueeze(1)
         tokens.append(token_R1)
     _keep_first(state, first_R1, steps.own[0], context)
-    return torch.cat(tokens, dim=1), torch.cat(distributions, dim=1) if sampled else None
+    return torch.cat(tokens, dim=1)
 
 
 def _keep_first(state: DecodeState, first_R1: Tensor, pair: ContextKV, context: ContextKV) -> None:

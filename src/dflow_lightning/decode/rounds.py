@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -148,7 +149,7 @@ def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tenso
     if models.drafter is None:
         return Drafts(state.tokens_RT[:, :0])
     if isinstance(models.drafter, Eagle3Drafter):
-        return Drafts(*eagle3.draft(models, state, sampled=mode.rejection, filtered=mode.filtered))
+        return one_by_one(state, mode, partial(eagle3.draft, models, state))
     anchor_R1 = state.anchor_R.unsqueeze(1)
     anchor_ids_R1 = state.tokens_RT.gather(1, anchor_R1)
     x_RNKD = embed_blocks(models.target, models.drafter, anchor_ids_R1, correction_RNKD)
@@ -160,16 +161,30 @@ def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tenso
         return Drafts(grown.tokens_RN[:, 1:], tree=grown)
     if models.drafter.causal_head is None:
         return pick(state, mode, logits_RJV)
+    unroll = partial(
+        models.drafter.causal_head.unroll,
+        logits_RJV, hidden_RNJD.squeeze(1), embedding(models.target, hidden_RNJD.dtype),
+        anchor_ids_R=anchor_ids_R1.squeeze(1),
+    )  # fmt: skip
+    return one_by_one(state, mode, unroll)
+
+
+def one_by_one(
+    state: DecodeState, mode: Mode, unroll: Callable[[Callable[[Tensor, int], Tensor]], Tensor]
+) -> Drafts:
+    """The drafts of a drafter that reads each before it makes the next one.
+
+    Args:
+        unroll: is given what turns a slot's logits, `[R, V]`, and its number from 0 into its token,
+            and returns the tokens, `[R, J]`.
+    """
     picked: list[Drafts] = []
 
     def choose_one(logits_RV: Tensor, slot: int) -> Tensor:
         picked.append(pick(state, mode, logits_RV.unsqueeze(1), slot))
         return picked[-1].tokens_RJ.squeeze(1)
 
-    embed = embedding(models.target, hidden_RNJD.dtype)
-    tokens_RJ = models.drafter.causal_head.unroll(
-        logits_RJV, hidden_RNJD.squeeze(1), embed, choose_one, anchor_ids_R1.squeeze(1)
-    )
+    tokens_RJ = unroll(choose_one)
     # Each slot's distribution is given the drafts before it, as rejection sampling asks for.
     held = [one.probabilities_RJV for one in picked if one.probabilities_RJV is not None]
     return Drafts(tokens_RJ, torch.cat(held, dim=1) if held else None)

@@ -155,14 +155,21 @@ def compact(cache: SlotCache, anchor_R: Tensor, nodes_RK: Tensor) -> None:
         buffer[rows_R1, :, slots_RK] = buffer[rows_R1, :, source_RK]
 
 
-def check_settings(tree_nodes: int | None, acceptance: str, backend: Any) -> None:
+def check_settings(
+    tree_nodes: int | None, acceptance: str, backend: Any, *, speculative: bool = True
+) -> None:
     """Refuse what a tree cannot be verified with; needs no model.
 
     Raises:
-        InputError: a number out of range, rejection sampling, or a backend that is not eager.
+        InputError: plain decoding, a number out of range, rejection sampling, or a backend that is
+            not eager.
     """
     if tree_nodes is None:
         return
+    if not speculative:
+        raise InputError(
+            f"tree_nodes is {tree_nodes}, but plain decoding drafts nothing; leave one of both out"
+        )
     if not 2 <= tree_nodes <= MOST_NODES:
         raise InputError(f"tree_nodes is {tree_nodes}; give 2 to {MOST_NODES}")
     if acceptance != "match":
