@@ -79,7 +79,7 @@ memory: env env-interop ## what a training step holds at Qwen3's vocabulary, bes
 	$(BIN)/python scripts/memory.py
 
 lossless: env ## every drafter, relay, backend and batch size against plain decoding, token for token
-	$(BIN)/python scripts/lossless.py --drafter data/tiny-drafters/dflash --drafter data/tiny-drafters/dflow
+	$(BIN)/python scripts/lossless.py $(addprefix --drafter ,$(wildcard data/tiny-drafters/*))
 
 prepare-soak: env ## 100,000 rows from a server that fails, by a run that is killed five times (half an hour)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python scripts/prepare_soak.py

@@ -28,7 +28,7 @@ from compare_rows import BASE, Variant, variants
 from compare_tables import collect, goals_table, paper_table, publish, tau_table
 
 TARGET = "data/tiny-qwen3"
-SHIPPED = ("dflash", "dflow")
+SHIPPED = ("dflash", "dflow", "domino-dflow", "eagle3")
 QUICK_STEPS, QUICK_PROMPTS = 100, 2
 QUICK_FIT = ("--validation.prompts_per_family", 1, "--validation.max_new_tokens", 32)
 

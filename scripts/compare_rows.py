@@ -53,6 +53,12 @@ def variants() -> list[Variant]:
             changes=("--rollout.mode", "clean_features"),
             one_seed=True,
         ),
+        replace(
+            domino_dflow,
+            name="domino-dflow-clean-features",
+            changes=("--rollout.mode", "clean_features"),
+            one_seed=True,
+        ),
         Variant("dflash-equal-time", "tiny-dflash", equal_time_to="dflow", one_seed=True),
     ]
 
@@ -82,6 +88,8 @@ ORDER = (
     "domino-dflow-teacher-forced, relay on",
     "domino-dflow, relay off",
     "domino-dflow, relay on",
+    "domino-dflow-clean-features, relay off",
+    "domino-dflow-clean-features, relay on",
     "dflow-clean-features, relay off",
     "dflow-clean-features, relay on",
     "dflash-equal-time",
@@ -120,6 +128,8 @@ GOALS: tuple[tuple[str, str, int, float | None], ...] = (  # one, other, tempera
     ("domino-dflow, relay on", "domino", 1, 1.0),
     ("domino-dflow, relay on", "domino-dflow-teacher-forced, relay on", 0, CLEARLY),
     ("domino-dflow, relay on", "domino-dflow-teacher-forced, relay on", 1, CLEARLY),
+    ("domino-dflow, relay on", "domino-dflow-clean-features, relay on", 0, CLEARLY),
+    ("domino-dflow, relay on", "domino-dflow-clean-features, relay on", 1, CLEARLY),
     ("dflow, relay on", "dflow-clean-features, relay on", 0, CLEARLY),
     ("dflow, relay on", "dflow-clean-features, relay on", 1, CLEARLY),
     ("dflow, relay on", "dflash-equal-time", 0, 1.0),

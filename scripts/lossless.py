@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from dflow_lightning.bench_table import short_names
 from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.package import FOLDER, compile_package
@@ -32,9 +33,8 @@ from dflow_lightning.target import FrozenTarget
 SUITE = "prompts/test.jsonl"
 
 
-def packaged_copy(drafter: Path, target: FrozenTarget, place: Path) -> SpeculativeDecoder:
+def packaged_copy(drafter: Path, target: FrozenTarget, folder: Path) -> SpeculativeDecoder:
     """The drafter from a copy of its folder that holds the compiled draft step, if it can."""
-    folder = place / drafter.name
     shutil.copytree(drafter, folder)
     decoder = SpeculativeDecoder.from_export(folder, target)
     if isinstance(decoder.drafter, Eagle3Drafter):
@@ -72,11 +72,15 @@ def main(
     check = EqualityCheck(frozen)
     failed = 0
     with tempfile.TemporaryDirectory() as place:
-        decoders = {str(d): packaged_copy(d, frozen, Path(place)) for d in drafter}
+        names = short_names([str(one) for one in drafter])
+        decoders = {
+            name: packaged_copy(Path(path), frozen, Path(place) / name)
+            for path, name in names.items()
+        }
         first = next(iter(decoders.values()))
         plain = first.generate_plain(asked, max_new_tokens=max_new_tokens)
         print(f"{len(prompts)} prompts, up to {max_new_tokens} tokens, greedy, {frozen.dtype}")
-        print(f"{'drafter':<12} {'relay':<5} {'backend':<9} tree  batch  tau   differ ties seconds")
+        print(f"{'drafter':<15} {'relay':<5} {'backend':<9} tree  batch  tau   differ ties seconds")
         for name, decoder in decoders.items():
             relays = (True, False) if decoder.relay is not None else (False,)
             cells = itertools.product(ways(decoder, backend, tree_nodes), batch, relays)
@@ -95,7 +99,7 @@ def main(
                 wrong = len(found) - ties
                 rounds = [a for completion in ours for a in completion.accepted]
                 print(
-                    f"{Path(name).name:<12} {'on' if relay else 'off':<5} {one:<9} "
+                    f"{name:<15} {'on' if relay else 'off':<5} {one:<9} "
                     f"{nodes or '-':>4}  {size:>5}  "
                     f"{1 + sum(rounds) / len(rounds):.3f} {wrong:>6} {ties:>4} {seconds:7.1f}",
                     flush=True,
