@@ -101,3 +101,23 @@ def test_publish_replaces_what_is_between_its_marks(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="has no place for this"):
         compare_tables.publish("b", [])
     assert page.read_text() == text
+
+
+def test_tables_of_a_report_page_become_markdown():
+    from record_page import markdown
+
+    from dflow_lightning.report_page import page, table
+
+    tables = [
+        table("tau at T=0", ["drafter", "math & code"], [["<a>", "2.1"], ["b", "3"]]),
+        "<h3>no table</h3><p>text</p>",
+        table("cost", ["drafter", "ms"], [["a", "1"]]),
+    ]
+    text = page("runs", tables)
+    lines = [
+        "tau at T=0", "", "| drafter | math & code |", "|---|---|", "| <a> | 2.1 |", "| b | 3 |"
+    ]  # fmt: skip
+    assert markdown(text, ["tau"]) == lines
+    assert markdown(text, [])[:7] == [*lines, ""]
+    with pytest.raises(SystemExit, match="there are: tau at T=0, cost"):
+        markdown(text, ["speed"])

@@ -45,7 +45,7 @@ def test_the_mask_token_is_the_first_row_after_the_tokenizer(target):
 
 @pytest.mark.slow
 def test_shipped_drafters_are_lossless_and_worth_their_relay(target):
-    """All test prompts, 128 tokens, greedy, float32: DFlash, and DFlow with relay on and off."""
+    """All test prompts, 128 tokens, greedy, float32; those with a relay with it on and off."""
     prompts = read_prompts(
         target.tokenizer,
         TARGET / "prompts/test.jsonl",
@@ -57,7 +57,8 @@ def test_shipped_drafters_are_lossless_and_worth_their_relay(target):
     check = EqualityCheck(target)
     taus = {}
     plain = None
-    for name, relay in (("dflash", False), ("dflow", False), ("dflow", True)):
+    without = [(name, False) for name in ("dflash", "dflow", "domino-dflow", "eagle3")]
+    for name, relay in (*without, ("dflow", True), ("domino-dflow", True)):
         decoder = SpeculativeDecoder.from_export(DATA / "tiny-drafters" / name, target)
         plain = plain or decoder.generate_plain(asked, max_new_tokens=128, batch_size=16)
         fast = decoder.generate(asked, max_new_tokens=128, batch_size=16, relay=relay)
@@ -70,3 +71,5 @@ def test_shipped_drafters_are_lossless_and_worth_their_relay(target):
         taus[name, relay] = acceptance_summary([one.accepted for one in fast], drafts).tau
     assert taus["dflow", True] > taus["dflow", False] > 1
     assert taus["dflow", True] > taus["dflash", False] > 1
+    assert taus["domino-dflow", True] > taus["domino-dflow", False] > taus["dflow", False]
+    assert taus["eagle3", False] > 1

@@ -18,7 +18,7 @@ SHIPPED = Path(__file__).resolve().parents[1] / "data/tiny-drafters"
 BODY, CONFIG = "model.safetensors", "config.json"
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflow"])
+@pytest.mark.parametrize("name", ["dflash", "dflow", "domino-dflow", "eagle3"])
 def test_shipped_drafters_fulfil_it(name):
     assert check_contract(SHIPPED / name) == []
 
