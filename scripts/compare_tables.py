@@ -1,6 +1,7 @@
 """The tables of `compare.py`, and where they stand in docs/results.md."""
 
 import itertools
+import shlex
 import statistics
 import subprocess
 import sys
@@ -151,7 +152,7 @@ def publish(mark: str, lines: Sequence[str]) -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    command = " ".join(["python", *sys.argv])
+    command = shlex.join(["python", *sys.argv])
     start, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     page = RESULTS.read_text()
     if start not in page or end not in page:
