@@ -25,7 +25,7 @@ from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.package import FOLDER, compile_package
 from dflow_lightning.decode.steps import Backend
-from dflow_lightning.drafter import Drafter
+from dflow_lightning.decode.tree import slots_are_independent
 from dflow_lightning.eagle3 import Eagle3Drafter
 from dflow_lightning.equality import EqualityCheck
 from dflow_lightning.target import FrozenTarget
@@ -51,7 +51,7 @@ def ways(
     for one in backends:
         if not (one == "package" and isinstance(drafter, Eagle3Drafter)):
             yield one, None
-    if isinstance(drafter, Drafter) and drafter.causal_head is None:
+    if slots_are_independent(drafter):
         for nodes in tree_nodes:
             yield "eager", nodes
 

@@ -1,7 +1,7 @@
 """Put tables of a report page into docs/results.md, as Markdown.
 
     python scripts/record_page.py overlap runs/overlap.html --tables "by accepted drafts" "by slot"
-    python scripts/record_page.py ablations runs/ablations.html --tables "tau at T"
+    python scripts/record_page.py ablations runs/ablations.html --tables "length tau"
 
 `dflow-train report` writes the page; the first word is the mark in docs/results.md that the tables
 go to, and `--tables` chooses those whose captions hold one of the words, all when left out.

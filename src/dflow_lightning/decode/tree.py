@@ -185,6 +185,11 @@ def check_settings(
         )
 
 
+def slots_are_independent(drafter: object) -> bool:
+    """Whether a drafter's paths are products of its slots, which a tree is grown from."""
+    return isinstance(drafter, Drafter) and drafter.causal_head is None
+
+
 def check_tree(tree_nodes: int, models: Models, acceptance: str, backend: Any) -> None:
     """Also refuse models that a tree cannot be drafted with.
 
@@ -193,7 +198,7 @@ def check_tree(tree_nodes: int, models: Models, acceptance: str, backend: Any) -
             more nodes than the vocabulary has tokens.
     """
     check_settings(tree_nodes, acceptance, backend)
-    if not isinstance(models.drafter, Drafter) or models.drafter.causal_head is not None:
+    if not slots_are_independent(models.drafter):
         raise InputError(
             f"tree_nodes is {tree_nodes}, but a tree needs a DFlash or DFlow drafter without a "
             "causal head, whose slots are independent; leave tree_nodes out"
