@@ -173,8 +173,9 @@ def test_replay_finds_where_a_real_overflow_begins(fit: Any, launch: "Launcher")
     assert "NOT finite, first drafter.fc.weight" in replayed.out
 
 
+@pytest.mark.parametrize("changed", ["loss.gamma=1.5", "causal_head.enabled=true"])
 def test_replay_computes_what_the_run_computed(
-    fit: Any, launch: "Launcher", monkeypatch: pytest.MonkeyPatch
+    changed: str, fit: Any, launch: "Launcher", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the planted number, it prints the step's own loss."""
     losses = []
@@ -189,7 +190,7 @@ def test_replay_computes_what_the_run_computed(
     monkeypatch.setattr(DrafterModule, "objective", objective)
     with monkeypatch.context() as planted:
         plant_gradient(planted)
-        assert fit("--model.loss.gamma=1.5").status == 1
+        assert fit(f"--model.{changed}").status == 1
     replayed = launch("replay", "--file", record(launch, STEP)[0])
     assert f"loss           {losses[STEP]:.4g};" in replayed.out
     assert losses[-1] == losses[STEP]

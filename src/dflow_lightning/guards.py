@@ -167,6 +167,7 @@ class Guards(Callback):
             "tensors": names,
             "samples": samples,
             "rounds": rounds,
+            "base_share": getattr(trainer.lightning_module, "base_share", 0.0),
             "batches": [{k: v.cpu() for k, v in b.tensors().items()} for b in self._batches],
         }
         path = self._path(trainer, f"rank{trainer.global_rank}")

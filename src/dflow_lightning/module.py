@@ -90,6 +90,7 @@ class DrafterModule(TrainingModule):
         if init_from is not None:
             self._warm_start(Path(init_from))
         self.prepared: StepInputs | None = None  # the next step's inputs, if a rollout made them
+        self.base_share = 0.0  # weight of the loss of a causal head's body, new in each step
         weights_K = slot_weights(dims.block_size, loss.decay(dims.block_size))
         self.register_buffer("_slot_weights_K", weights_K, persistent=False)
 
@@ -118,10 +119,12 @@ class DrafterModule(TrainingModule):
         """The loss over the mask round and the rounds a rollout has made."""
         inputs = self.prepared or self.begin_step(batch)
         self.prepared = None
+        if self.drafter.causal_head is not None:
+            total = int(self.trainer.estimated_stepping_batches)
+            self.base_share = self.causal_head_config.base_share(self.global_step, total)
+            self.log("train/base_share", self.base_share)
         loss, _ = self.objective(inputs, self._window)
         self.log_step(batch)
-        if self.drafter.causal_head is not None:
-            self.log("train/base_share", self.base_share)
         return loss
 
     def objective(
@@ -218,17 +221,10 @@ class DrafterModule(TrainingModule):
         anchor_ids_BN1 = inputs.batch.input_ids_BS.gather(1, anchors_BN).unsqueeze(-1)
         before_BNJ = torch.cat([anchor_ids_BN1, labels_BNJ[..., :-1]], dim=-1)
         before_BNJD = self.target.embed(before_BNJ).to(hidden_BNJD.dtype)
+        share = self.base_share if self.training else 0.0  # held-out losses are of the drafts alone
         return corrected_losses(
-            causal_head, hidden_BNJD, before_BNJD, labels_BNJ, self._head, size, self.base_share
+            causal_head, hidden_BNJD, before_BNJD, labels_BNJ, self._head, size, share
         )
-
-    @property
-    def base_share(self) -> float:
-        """Weight of the loss of a causal head's body in this step, 0 outside of training."""
-        if self._trainer is None or not self.training:
-            return 0.0
-        total = int(self.trainer.estimated_stepping_batches)
-        return self.causal_head_config.base_share(self.global_step, total)
 
     def round_inputs(self, batch: Batch, current: Round, rows: RelayInput | None = None) -> Tensor:
         """Slot inputs of one round, with gradient through the relay."""

@@ -69,6 +69,8 @@ def replay_batch(
     module: TrainingModule, batch: Batch, content: dict[str, Any], rollout: dict[str, Any]
 ) -> list[str]:
     """One batch forward and backward; what is not finite, in the order of computing."""
+    if isinstance(module, DrafterModule):
+        module.base_share = content.get("base_share", 0.0)
     inputs = begin(module, batch, content, rollout)
     module.zero_grad()
     with FirstBad(module) as bad:
