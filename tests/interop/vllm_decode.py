@@ -50,7 +50,8 @@ def main() -> None:
     engine = LLM(
         model=str(args.target),
         dtype="float32",
-        max_model_len=max(map(len, prompts)) + args.max_new_tokens + block_size,
+        # vLLM drafts no more where a block, and one behind it, would not fit.
+        max_model_len=max(map(len, prompts)) + args.max_new_tokens + 2 * block_size,
         max_num_seqs=args.concurrency,
         enforce_eager=not args.compile,
         disable_log_stats=False,
