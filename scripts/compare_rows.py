@@ -34,6 +34,7 @@ def variants() -> list[Variant]:
     domino_dflow = Variant("domino-dflow", "tiny-domino-dflow")
     # As many blocks per step as the mask round and the rollout rounds of DFlow together.
     blocks = ("--model.num_anchors", str(num_blocks(dflow)))
+    every = dflow.read()["model"]["num_anchors"]
     return [
         Variant(BASE, "tiny-dflash"),
         dflow,
@@ -60,20 +61,26 @@ def variants() -> list[Variant]:
             one_seed=True,
         ),
         # Every block of the mask round is rolled out, as recipes/ablations/share-1.yaml has it.
-        replace(
-            dflow,
-            name="dflow-share-1",
-            changes=("--rollout.num_anchors", str(dflow.read()["model"]["num_anchors"])),
+        replace(dflow, name="dflow-share-1", changes=("--rollout.num_anchors", str(every))),
+        Variant(
+            "dflash-share-1-blocks",
+            "tiny-dflash",
+            ("--model.num_anchors", str(num_blocks(dflow, rolled_out=every))),
         ),
         Variant("dflash-equal-time", "tiny-dflash", equal_time_to="dflow", one_seed=True),
     ]
 
 
-def num_blocks(variant: Variant) -> int:
-    """Blocks per row of data that a recipe learns from: the mask round and all rollouts."""
+def num_blocks(variant: Variant, rolled_out: int | None = None) -> int:
+    """Blocks per row of data that a recipe learns from: the mask round and all rollouts.
+
+    Args:
+        rolled_out: blocks of each rollout round, by default the recipe's.
+    """
     read = variant.read()
     rollout = read["rollout"]
-    return read["model"]["num_anchors"] + rollout["num_anchors"] * rollout["num_rounds"]
+    rolled_out = rollout["num_anchors"] if rolled_out is None else rolled_out
+    return read["model"]["num_anchors"] + rolled_out * rollout["num_rounds"]
 
 
 def rolls_out(variant: Variant) -> bool:
@@ -96,6 +103,7 @@ ORDER = (
     "domino-dflow, relay on",
     "domino-dflow-clean-features, relay off",
     "domino-dflow-clean-features, relay on",
+    "dflash-share-1-blocks",
     "dflow-share-1, relay off",
     "dflow-share-1, relay on",
     "dflow-clean-features, relay off",
@@ -124,6 +132,8 @@ GOALS: tuple[tuple[str, str, int, float | None], ...] = (  # one, other, tempera
     ("dflow, relay on", "dflash", 1, 1.124),
     ("dflow-share-1, relay on", "dflash", 0, 1.134),
     ("dflow-share-1, relay on", "dflash", 1, 1.124),
+    ("dflow-share-1, relay on", "dflash-share-1-blocks", 0, 1.0),
+    ("dflow-share-1, relay on", "dflash-share-1-blocks", 1, 1.0),
     ("dflow, relay on", "dflow, relay off", 0, 1.05),
     ("dflow, relay on", "dflow, relay off", 1, 1.05),
     ("dflow, relay on", "dflash-sc", 0, 1.0),

@@ -81,6 +81,8 @@ def test_every_row_names_a_recipe_that_can_be_read():
 
     known = {one.name: one for one in variants()}
     assert known["dflash-equal-blocks"].changes == ("--model.num_anchors", "16")
+    assert known["dflow-share-1"].changes == ("--rollout.num_anchors", "8")
+    assert known["dflash-share-1-blocks"].changes == ("--model.num_anchors", "24")
     assert {name.partition(",")[0] for name in PAPER} <= known.keys()
     there = [one for one in known.values() if one.path.is_file()]
     assert {one.name for one in there if rolls_out(one)} >= {"dflow", "dflash-sc"}
