@@ -22,11 +22,12 @@ from dflow_lightning.bench_row import (
 )
 from dflow_lightning.bench_table import short_names, show
 from dflow_lightning.data.prompts import Prompt
-from dflow_lightning.decode import Completion, Engine, RoundTimer, SpeculativeDecoder
+from dflow_lightning.decode import Completion, Engine, SpeculativeDecoder
 from dflow_lightning.equality import EqualityCheck, choice_margin, first_difference
 from dflow_lightning.errors import InputError
 from dflow_lightning.export import export_drafter
 from dflow_lightning.measure import chunks, prompt_seed
+from dflow_lightning.stopwatch import RoundTimer
 
 FAMILIES = ("math", "code")
 CONTRACT = {

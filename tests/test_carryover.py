@@ -25,7 +25,8 @@ from dflow_lightning.export import export_drafter, load_export
 from dflow_lightning.loss import LossWindow
 from dflow_lightning.module import DrafterModule, TargetConfig
 from dflow_lightning.relay import RelayConfig, RelayInput, align
-from dflow_lightning.rollout import OnlineRollout, Round, clean_forward
+from dflow_lightning.rollout import OnlineRollout
+from dflow_lightning.step_inputs import Round, clean_forward
 
 K = 4
 
@@ -142,7 +143,7 @@ def layer_by_layer(drafter: Drafter, x_KD, anchor: int, rows: list[tuple[int, to
 
 
 def block_attention_alone(attention, x, rope, context):
-    from dflow_lightning.drafter import rotate
+    from dflow_lightning.rope import rotate
 
     q = rotate(
         attention.q_norm(attention.q_proj(x).view(1, 1, K, -1, attention.head_dim)).movedim(-2, 1),

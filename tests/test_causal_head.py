@@ -21,7 +21,8 @@ from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.loss import LossConfig
 from dflow_lightning.module import DrafterModule
-from dflow_lightning.rollout import OnlineRollout, Rollout, Round, clean_forward
+from dflow_lightning.rollout import OnlineRollout, Rollout
+from dflow_lightning.step_inputs import Round, clean_forward
 from dflow_lightning.training_module import TargetConfig
 
 K, J = 4, 3

@@ -16,13 +16,16 @@ from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.dims import DrafterConfig
 from dflow_lightning.drafter_folder import load_export
-from dflow_lightning.engine_contract import check_contract, tensor_shapes
+from dflow_lightning.engine_contract import check_contract
+from dflow_lightning.engine_tensors import tensor_shapes
 from dflow_lightning.errors import InputError
 from dflow_lightning.export import export_drafter
 from dflow_lightning.export_speculators import export_speculators
 from dflow_lightning.module import DrafterModule, TargetConfig
 from dflow_lightning.relay import RelayConfig
-from dflow_lightning.validate_export import Subject, checkpoint, engine_contract, validate_export
+from dflow_lightning.validate_export import validate_export
+from dflow_lightning.validate_folder import checkpoint, engine_contract
+from dflow_lightning.validate_subject import Subject
 
 BODY, CONFIG = "model.safetensors", "config.json"
 HEAD = ["embed_proj.0.weight", "embed_proj.2.weight"]

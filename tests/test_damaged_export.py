@@ -23,7 +23,8 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.export import export_drafter
 from dflow_lightning.relay import Relay
 from dflow_lightning.target import FrozenTarget
-from dflow_lightning.validate_export import Subject, validate_export
+from dflow_lightning.validate_export import validate_export
+from dflow_lightning.validate_subject import Subject
 
 BODY, CONFIG = "model.safetensors", "config.json"
 BEFORE_DECODING = 4  # checks: files, engine contract, config, tap fingerprint

@@ -24,7 +24,7 @@ from dflow_lightning.engine_contract import check_contract
 from dflow_lightning.errors import InputError
 from dflow_lightning.export import export_drafter
 from dflow_lightning.module import DrafterModule
-from dflow_lightning.rollout import Round, clean_forward
+from dflow_lightning.step_inputs import Round, clean_forward
 from dflow_lightning.training_module import TargetConfig
 
 

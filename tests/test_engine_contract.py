@@ -11,7 +11,8 @@ from test_export import edit_json, edit_tensors, rename
 
 from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter
-from dflow_lightning.engine_contract import ENGINES, check_contract, tensor_shapes
+from dflow_lightning.engine_contract import ENGINES, check_contract
+from dflow_lightning.engine_tensors import tensor_shapes
 from dflow_lightning.export import export_drafter
 
 SHIPPED = Path(__file__).resolve().parents[1] / "data/tiny-drafters"

@@ -18,10 +18,13 @@ LAYERS = [
         *("acceptance", "attention", "blocks", "flex_blocks"),
         *("loss", "metrics", "overlap_record", "soft_targets"),
     },
-    {"target", "dims", "drafter", "relay", "carryover", "causal_head", "eagle3"},
+    {
+        *("target", "slot_cache", "dims", "drafter", "norm", "rope"),
+        *("relay", "carryover", "causal_head", "eagle3"),
+    },
     {
         *("draft", "drafter_folder", "relay_folder", "integrity", "rollout", "decode", "data"),
-        "tap_fingerprint",
+        *("step_inputs", "tap_fingerprint"),
     },
     {"module", "eagle3_module", "optimizer", "trained", "training_module"},
     {
@@ -33,17 +36,19 @@ LAYERS = [
     },
     {
         *("checkpoint", "export", "eagle3_export", "export_config", "export_speculators"),
-        *("engine_contract", "model_card"),
+        *("engine_contract", "engine_tensors", "model_card"),
         *("signals", "guards", "replay"),
         *("bench", "bench_row", "bench_suite", "bench_table", "measure", "equality", "overlap"),
         *("report", "report_overlap", "report_runs", "report_plots"),
         *("charts", "ui", "registry", "sync"),
         *("sweep_folder", "sweep_member", "sweep_store", "sweep_table"),
-        *("serving", "validate_export"),
+        *("serving", "validate_export", "validate_subject"),
+        *("validate_folder", "validate_decoding"),
     },
     {
         *("completion", "demo", "recipe_base", "training_run"),
-        *("arguments", "cli", "plan", "plan_measure", "plan_memory", "plan_work", "__main__"),
+        *("arguments", "cli", "plan", "__main__"),
+        *("plan_bytes", "plan_measure", "plan_memory", "plan_work"),
         "sweep",
         *(
             "doctor",

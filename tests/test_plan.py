@@ -25,7 +25,8 @@ from dflow_lightning.plan_measure import build, measured, training_step
 from dflow_lightning.plan_memory import ZERO_BUCKETS, Plan
 from dflow_lightning.plan_work import Work
 from dflow_lightning.relay import Relay
-from dflow_lightning.rollout import Rollout, Round, clean_forward
+from dflow_lightning.rollout import Rollout
+from dflow_lightning.step_inputs import Round, clean_forward
 from dflow_lightning.target import FrozenTarget
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from training import make_module
 
 from dflow_lightning.acceptance import accept
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.rollout import OnlineRollout, Rollout, StepInputs, clean_forward
+from dflow_lightning.rollout import OnlineRollout, Rollout
+from dflow_lightning.step_inputs import StepInputs, clean_forward
 
 ROUNDS, K = 2, 4
 

@@ -8,7 +8,7 @@ from dflow_lightning.blocks import Anchors
 from dflow_lightning.decode import Engine, Request
 from dflow_lightning.decode.rounds import correct
 from dflow_lightning.draft import embed_blocks
-from dflow_lightning.rollout import Round, StepInputs, clean_forward
+from dflow_lightning.step_inputs import Round, StepInputs, clean_forward
 
 
 def packed_logits(module, inputs: StepInputs):

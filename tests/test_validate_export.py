@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dflow_lightning import validate_export as checks
+from dflow_lightning import validate_decoding, validate_folder
+from dflow_lightning.checks import FailedError, SkippedError
 from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter
@@ -22,7 +23,8 @@ from dflow_lightning.metrics import acceptance_summary
 from dflow_lightning.module import DrafterModule, TargetConfig
 from dflow_lightning.relay import RelayConfig
 from dflow_lightning.target import FrozenTarget
-from dflow_lightning.validate_export import FailedError, SkippedError, Subject, validate_export
+from dflow_lightning.validate_export import CHECKS, validate_export
+from dflow_lightning.validate_subject import Subject, interleaved
 
 if TYPE_CHECKING:
     from launch import Launcher
@@ -98,8 +100,8 @@ def test_the_command(run, tiny_target_dir, data_dir, launch: "Launcher") -> None
     done = launch("validate-export", *(f"--{key}={value}" for key, value in given.items()))
     assert done.status == 0, done.out
     lines = {line[6:23].strip(): line[:5].strip() for line in done.out.splitlines()}
-    assert list(lines) == list(checks.CHECKS)
-    assert lines == dict.fromkeys(checks.CHECKS, "ok") | {"package": "skip"}
+    assert list(lines) == list(CHECKS)
+    assert lines == dict.fromkeys(CHECKS, "ok") | {"package": "skip"}
     written = json.loads((launch.folder / "out/checks.json").read_text())
     assert written["ok"] is True
     assert [one["status"] for one in written["checks"]] == list(lines.values())
@@ -115,9 +117,7 @@ def test_a_damaged_folder_is_status_1(run, tiny_target_dir, data_dir, launch: "L
     first, *rest = done.out.splitlines()
     assert first.startswith("FAIL  files ")
     assert "is damaged" in first
-    assert rest[1:] == [
-        f"skip  {name:<16} the drafter does not load" for name in list(checks.CHECKS)[2:]
-    ]
+    assert rest[1:] == [f"skip  {name:<16} the drafter does not load" for name in list(CHECKS)[2:]]
     assert json.loads((launch.folder / "checks.json").read_text())["ok"] is False
 
 
@@ -149,15 +149,15 @@ def test_mistakes(option, sentence, run, tiny_target_dir, data_dir, launch: "Lau
 
 
 def test_files_and_contract(subject, monkeypatch):
-    assert checks.files(subject)[0] == "20 tensors in bfloat16, checksums hold"
-    checks.engine_contract(subject)
-    monkeypatch.setattr(checks, "check_contract", lambda folder: ["a is b", "c is d"])
+    assert validate_folder.files(subject)[0] == "20 tensors in bfloat16, checksums hold"
+    validate_folder.engine_contract(subject)
+    monkeypatch.setattr(validate_folder, "check_contract", lambda folder: ["a is b", "c is d"])
     with pytest.raises(FailedError, match=r"a is b .and 1 more"):
-        checks.engine_contract(subject)
+        validate_folder.engine_contract(subject)
 
 
 def test_config_agrees_with_the_target(subject, tiny_target, tmp_path):
-    assert checks.config(subject)[0].startswith("taps 0, 1, 2 of 4, mask 261")
+    assert validate_folder.config(subject)[0].startswith("taps 0, 1, 2 of 4, mask 261")
     config = DrafterConfig(num_layers=1, block_size=4, target_layer_ids=[0, 1, 2])
     dims = DrafterDims.resolve(config, tiny_target)
     for name, changed, expected in (
@@ -166,22 +166,22 @@ def test_config_agrees_with_the_target(subject, tiny_target, tmp_path):
     ):
         export_drafter(Drafter(replace(dims, **changed)), None, tiny_target, tmp_path / name)
         with pytest.raises((FailedError, InputError), match=expected):
-            checks.config(replace(subject, folder=tmp_path / name))
+            validate_folder.config(replace(subject, folder=tmp_path / name))
 
 
 def test_taps_of_another_layer_are_seen(subject, tiny_target):
-    checks.taps(subject)
+    validate_folder.taps(subject)
     recorded = section(subject)["tap_fingerprint"]
     recorded["layers"]["1"]["values"][0] *= 1.1
     with pytest.raises(FailedError, match=r"layer 1 of the target is .* away") as caught:
-        checks.taps(subject)
+        validate_folder.taps(subject)
     assert list(caught.value.values) == ["1"]
     recorded["layers"] = {str(int(index) + 1): row for index, row in recorded["layers"].items()}
     with pytest.raises(FailedError, match="fingerprint is of layers 1, 2, 3"):
-        checks.taps(subject)
+        validate_folder.taps(subject)
     del section(subject)["tap_fingerprint"]
     with pytest.raises(SkippedError):
-        checks.taps(subject)
+        validate_folder.taps(subject)
 
 
 def test_the_fingerprint_is_that_of_hugging_face(subject, tiny_target_dir):
@@ -200,21 +200,23 @@ def test_the_fingerprint_is_that_of_hugging_face(subject, tiny_target_dir):
 
 def test_a_target_in_bfloat16_has_the_same_fingerprint(subject, tiny_target_dir):
     rounded = FrozenTarget.load(str(tiny_target_dir), dtype="bfloat16")
-    found, _ = checks.taps(replace(subject, target=rounded))
+    found, _ = validate_folder.taps(replace(subject, target=rounded))
     assert found.startswith("3 layers")
     assert rounded.dtype == torch.bfloat16
 
 
 def test_checkpoint_is_compared_bit_for_bit(subject):
-    assert checks.checkpoint(subject)[0].startswith("draft logits of 3 blocks are bit for bit")
+    assert validate_folder.checkpoint(subject)[0].startswith(
+        "draft logits of 3 blocks are bit for bit"
+    )
     state = subject.checkpoint["state_dict"]
     state["drafter.norm.weight"][0] += 1e-5  # lost in bfloat16, like the export's own rounding
-    checks.checkpoint(subject)
+    validate_folder.checkpoint(subject)
     state["drafter.norm.weight"][0] += 0.1
     with pytest.raises(FailedError, match=r"tensor norm\.weight is not that of the checkpoint"):
-        checks.checkpoint(subject)
+        validate_folder.checkpoint(subject)
     with pytest.raises(SkippedError):
-        checks.checkpoint(replace(subject, checkpoint=None))
+        validate_folder.checkpoint(replace(subject, checkpoint=None))
 
 
 @pytest.mark.parametrize(
@@ -231,16 +233,16 @@ def test_another_checkpoint_is_named(subject, place, key, value, expected):
     saved = subject.checkpoint["dflow"]
     (saved[place] if place else saved)[key] = value
     with pytest.raises(FailedError, match=expected):
-        checks.checkpoint(subject)
+        validate_folder.checkpoint(subject)
 
 
 def test_logits_differ_where_weights_do(subject, tiny_target):
     """The comparison of logits would see what the comparison of tensors sees first."""
-    drafter, relay = checks.rebuild(subject.checkpoint, subject.loaded, tiny_target)
+    drafter, relay = validate_folder.rebuild(subject.checkpoint, subject.loaded, tiny_target)
     parts = subject.loaded.drafter, subject.loaded.relay
-    first = checks.draft_logits(tiny_target, drafter, relay, [3, 5])
-    assert torch.equal(first, checks.draft_logits(tiny_target, *parts, [3, 5]))
-    assert not torch.equal(first, checks.draft_logits(tiny_target, drafter, None, [3, 5]))
+    first = validate_folder.draft_logits(tiny_target, drafter, relay, [3, 5])
+    assert torch.equal(first, validate_folder.draft_logits(tiny_target, *parts, [3, 5]))
+    assert not torch.equal(first, validate_folder.draft_logits(tiny_target, drafter, None, [3, 5]))
 
 
 def with_decoder(subject: Subject, change: Callable[..., list[int]]) -> Subject:
@@ -257,7 +259,7 @@ def with_decoder(subject: Subject, change: Callable[..., list[int]]) -> Subject:
 
 
 def test_lossless(subject):
-    detail, values = checks.lossless(subject)
+    detail, values = validate_decoding.lossless(subject)
     assert values == {"answers": 12, "excused_ties": 0, "differences": 0}
     assert detail == "12 answers equal plain decoding token for token, 0 excused ties"
 
@@ -266,14 +268,18 @@ def test_lossless(subject):
         return [*token_ids[:4], 7, *token_ids[5:]] if late and len(token_ids) > 5 else token_ids
 
     with pytest.raises(FailedError, match=r"relay off, T=1\) at token 4: 7 instead of") as caught:
-        checks.lossless(with_decoder(subject, wrong))
+        validate_decoding.lossless(with_decoder(subject, wrong))
     assert caught.value.values["first"]["excused"] is False
 
 
 def test_ties_are_excused_and_counted(subject, monkeypatch):
     monkeypatch.setattr("dflow_lightning.equality.TIE", 1e9)
     changed = with_decoder(subject, lambda ids, *_: [(ids[0] + 1) % 250, *ids[1:]])
-    assert checks.lossless(changed)[1] == {"answers": 12, "excused_ties": 12, "differences": 0}
+    assert validate_decoding.lossless(changed)[1] == {
+        "answers": 12,
+        "excused_ties": 12,
+        "differences": 0,
+    }
 
 
 def test_lossless_asserts_nothing_in_bfloat16(subject, tiny_target_dir):
@@ -282,7 +288,7 @@ def test_lossless_asserts_nothing_in_bfloat16(subject, tiny_target_dir):
         replace(subject, target=rounded), lambda ids, *_: [(ids[0] + 1) % 250, *ids[1:]]
     )
     with pytest.raises(SkippedError, match=r"12 of 12 answers .* bfloat16"):
-        checks.lossless(changed)
+        validate_decoding.lossless(changed)
 
 
 class FakeDecoder:
@@ -297,38 +303,38 @@ class FakeDecoder:
 
 def test_another_backend_is_compared_with_the_eager_one(subject):
     subject.__dict__["decoder"] = FakeDecoder(lambda backend: [1, 2, 3])
-    assert checks.compiled(subject)[1]["answers"] == 6
+    assert validate_decoding.compiled(subject)[1]["answers"] == 6
     subject.__dict__["decoder"] = FakeDecoder(lambda backend: [1, 2 + len(backend), 3])
     with pytest.raises(FailedError, match=r"compiled, T=0\) at token 1: 10 instead of 7"):
-        checks.compiled(subject)
+        validate_decoding.compiled(subject)
 
 
 def test_a_package_that_is_not_there_is_skipped(subject):
     with pytest.raises(SkippedError, match=r"no decode/draft\.pt2"):
-        checks.package(subject)
+        validate_decoding.package(subject)
 
 
 def test_tau_is_that_of_the_training_on_its_prompts(subject):
-    detail, values = checks.tau(subject)
+    detail, values = validate_decoding.tau(subject)
     assert values["prompts"] == 6
     assert values["relay"] == "on"
     assert values["tau"] == pytest.approx(values["training_tau"], rel=0.05)
     assert "validation prompts" in detail
     section(subject)["training"]["val_tau_relay_on"] = 1.2 * values["tau"]
     with pytest.raises(FailedError, match="more than 15% apart"):
-        checks.tau(subject)
+        validate_decoding.tau(subject)
 
 
 def test_tau_is_not_compared_with_that_of_other_prompts(subject, data_dir, tmp_path):
     with pytest.raises(SkippedError, match=r"validation\.jsonl\) are not here"):
-        checks.tau(replace(subject, suite=data_dir / "test.jsonl"))
+        validate_decoding.tau(replace(subject, suite=data_dir / "test.jsonl"))
     same_name = tmp_path / "validation.jsonl"
     shutil.copy(data_dir / "test.jsonl", same_name)
     with pytest.raises(SkippedError, match="are not here"):
-        checks.tau(replace(subject, suite=same_name))
+        validate_decoding.tau(replace(subject, suite=same_name))
     section(subject)["training"] = None
     with pytest.raises(SkippedError, match="no tau"):
-        checks.tau(subject)
+        validate_decoding.tau(subject)
 
 
 def test_prompts_lie_beside_the_target(subject, tiny_target_dir, data_dir, tmp_path):
@@ -337,7 +343,7 @@ def test_prompts_lie_beside_the_target(subject, tiny_target_dir, data_dir, tmp_p
     settings = section(subject)["training"]["validation"]
     assert settings["sha256"] == file_sha256(data_dir / "validation.jsonl")
     moved = replace(subject, target=FrozenTarget.load(str(folder)), suite=Path("other.jsonl"))
-    assert len(checks.training_prompts(moved, settings)) == 6
+    assert len(validate_decoding.training_prompts(moved, settings)) == 6
 
 
 def test_training_record_knows_whose_score_it_is(run):
@@ -366,16 +372,16 @@ def test_the_card_tells_the_tau(run):
 
 def test_first_prompts_are_of_all_families(data_dir, tiny_target):
     prompts = read_prompts(tiny_target.tokenizer, data_dir / "test.jsonl")
-    shuffled = checks.interleaved(prompts)
+    shuffled = interleaved(prompts)
     assert {one.family for one in shuffled[:3]} == {"math", "code", "chat"}
     assert sorted(one.id for one in shuffled) == sorted(one.id for one in prompts)
 
 
 def test_one_failure_hides_no_other(subject, monkeypatch):
     for name in ("lossless", "compiled", "tau"):
-        monkeypatch.setitem(checks.CHECKS, name, lambda _: ("fine", {}))
+        monkeypatch.setitem(CHECKS, name, lambda _: ("fine", {}))
     section(subject)["tap_fingerprint"]["layers"]["0"]["norm"] *= 2
     subject.checkpoint["dflow"]["drafter"]["block_size"] = 8
     found = {check.name: check.status for check in validate_export(subject)}
-    expected = dict.fromkeys(checks.CHECKS, "ok") | {"package": "skip"}
+    expected = dict.fromkeys(CHECKS, "ok") | {"package": "skip"}
     assert found == expected | {"tap fingerprint": "FAIL", "checkpoint": "FAIL"}

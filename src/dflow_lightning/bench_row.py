@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from dflow_lightning.data.prompts import Prompt
-from dflow_lightning.decode import Completion, RoundTimer
+from dflow_lightning.decode import Completion
 from dflow_lightning.equality import Difference
+from dflow_lightning.stopwatch import RoundTimer
 
 PARTS = ("whole", "draft", "verify", "relay", "commit")  # of a round
 

@@ -24,7 +24,7 @@ from dflow_lightning.doctor_recipe import Preflight, documents
 from dflow_lightning.module import DrafterModule
 from dflow_lightning.plan import make_plan
 from dflow_lightning.plan_measure import TYPES, build
-from dflow_lightning.rollout import StepInputs
+from dflow_lightning.step_inputs import StepInputs
 from dflow_lightning.tap_fingerprint import ROUNDED_TOLERANCE, TOLERANCE
 
 MAX_TOKENS = 512  # of the row that is looked at

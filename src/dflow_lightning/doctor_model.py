@@ -34,7 +34,8 @@ from dflow_lightning.doctor_loaded import (
 )
 from dflow_lightning.doctor_recipe import Preflight, documents
 from dflow_lightning.doctor_try import lossless, overfit
-from dflow_lightning.rollout import Rollout, Round
+from dflow_lightning.rollout import Rollout
+from dflow_lightning.step_inputs import Round
 from dflow_lightning.tap_fingerprint import ROUNDED_TOLERANCE, tapped_states
 
 NORM_TOLERANCE = 0.05  # of a root mean square of 1

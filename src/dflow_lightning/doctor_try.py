@@ -15,7 +15,7 @@ from dflow_lightning.checks import DoubtError, FailedError, SkippedError
 from dflow_lightning.doctor_loaded import MAX_TOKENS, Loaded, loaded
 from dflow_lightning.doctor_recipe import Preflight, documents
 from dflow_lightning.equality import EqualityCheck, first_difference
-from dflow_lightning.rollout import Round, StepInputs
+from dflow_lightning.step_inputs import Round, StepInputs
 
 OVERFIT_STEPS, OVERFIT_SHARE = 50, 0.25  # what may be left of the loss
 NEW_TOKENS, NUM_PROMPTS = 32, 3

@@ -24,16 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dflow_lightning.attention import context_visible
 from dflow_lightning.dims import LayerDims, layer_numbers
-from dflow_lightning.drafter import (
-    MLP,
-    ContextKV,
-    Drafter,
-    RMSNorm,
-    rope_at,
-    rope_frequencies,
-    rotate,
-)
+from dflow_lightning.drafter import MLP, ContextKV, Drafter
 from dflow_lightning.errors import InputError
+from dflow_lightning.norm import RMSNorm
+from dflow_lightning.rope import rope_at, rope_frequencies, rotate
 from dflow_lightning.target import FrozenTarget
 
 NUM_TAPS = 3  # low, middle and high, as in the EAGLE-3 paper

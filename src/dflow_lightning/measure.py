@@ -22,13 +22,14 @@ from dflow_lightning.bench_row import (
     time_per_output_token,
 )
 from dflow_lightning.data.prompts import Prompt
-from dflow_lightning.decode import RoundTimer, SpeculativeDecoder
+from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.rounds import Mode
 from dflow_lightning.decode.steps import Backend
 from dflow_lightning.equality import Difference, EqualityCheck
 from dflow_lightning.errors import InputError
 from dflow_lightning.metrics import acceptance_summary
+from dflow_lightning.stopwatch import RoundTimer
 
 RelayChoice = Literal["both", "on", "off"]
 POOLED = "pooled"

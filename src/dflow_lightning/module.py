@@ -27,8 +27,8 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.loss import LossConfig, LossWindow, slot_weights, token_losses
 from dflow_lightning.optimizer import OptimizerConfig
 from dflow_lightning.relay import Relay, RelayConfig, RelayInput
-from dflow_lightning.rollout import Round, StepInputs, clean_forward
 from dflow_lightning.soft_targets import soft_losses
+from dflow_lightning.step_inputs import Round, StepInputs, clean_forward
 from dflow_lightning.training_module import CHECKPOINT_KEY, TargetConfig, TrainingModule
 
 

@@ -27,7 +27,8 @@ from dflow_lightning.dims import DrafterConfig, DrafterDims
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
 from dflow_lightning.module import DrafterModule
-from dflow_lightning.plan_memory import GIB, PRECISIONS, RESERVE, Plan, Sharding, amount, count
+from dflow_lightning.plan_bytes import GIB, PRECISIONS, Sharding, amount, count
+from dflow_lightning.plan_memory import RESERVE, Plan
 from dflow_lightning.plan_work import Work
 from dflow_lightning.recipe_base import with_bases
 from dflow_lightning.relay import RelayConfig

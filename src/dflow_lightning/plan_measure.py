@@ -18,7 +18,8 @@ from dflow_lightning.dims import DrafterConfig
 from dflow_lightning.loss import LossConfig
 from dflow_lightning.module import DrafterModule, TargetConfig
 from dflow_lightning.optimizer import OptimizerConfig
-from dflow_lightning.plan_memory import GIB, Plan, Sharding, amount
+from dflow_lightning.plan_bytes import GIB, Sharding, amount
+from dflow_lightning.plan_memory import Plan
 from dflow_lightning.plan_work import Work
 from dflow_lightning.relay import RelayConfig
 from dflow_lightning.rollout import Rollout

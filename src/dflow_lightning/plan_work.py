@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dflow_lightning.plan_memory import Plan, count
+from dflow_lightning.plan_bytes import count
+from dflow_lightning.plan_memory import Plan
 
 
 def matrices(module: nn.Module | None) -> int:

@@ -11,7 +11,8 @@ from dflow_lightning.data.token_rows import Batch
 from dflow_lightning.errors import InputError
 from dflow_lightning.loss import LossConfig
 from dflow_lightning.module import DrafterModule
-from dflow_lightning.rollout import Rollout, StepInputs
+from dflow_lightning.rollout import Rollout
+from dflow_lightning.step_inputs import StepInputs
 from dflow_lightning.trained import load_trained
 from dflow_lightning.training_module import TrainingModule
 

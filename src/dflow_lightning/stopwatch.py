@@ -1,8 +1,9 @@
-"""Seconds that a part of each step takes."""
+"""Seconds that a part of each training step takes, or of each round of decoding."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,3 +39,24 @@ class Stopwatch:
         mean = self._seconds / self._laps if self._laps else None
         self._seconds, self._laps, self._events = 0.0, 0, []
         return mean
+
+
+@dataclass
+class RoundTimer:
+    """Wall seconds of each round, and of its parts where they run one after the other.
+
+    A compiled round is one graph, in which the parts cannot be told apart.
+    """
+
+    whole: list[float] = field(default_factory=list)
+    draft: list[float] = field(default_factory=list)
+    verify: list[float] = field(default_factory=list)
+    relay: list[float] = field(default_factory=list)
+    commit: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Append the seconds spent inside to `whole`, `draft`, `verify`, `relay` or `commit`."""
+        start = time.perf_counter()
+        yield
+        getattr(self, part).append(time.perf_counter() - start)

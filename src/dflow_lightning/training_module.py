@@ -15,7 +15,7 @@ from dflow_lightning.data.datamodule import Batch, ChatDataModule
 from dflow_lightning.errors import InputError
 from dflow_lightning.loss import LossWindow
 from dflow_lightning.optimizer import OptimizerConfig
-from dflow_lightning.rollout import StepInputs
+from dflow_lightning.step_inputs import StepInputs
 from dflow_lightning.target import FrozenTarget
 
 CHECKPOINT_KEY = "dflow"

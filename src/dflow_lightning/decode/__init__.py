@@ -3,14 +3,12 @@
 from dflow_lightning.decode.decoder import SpeculativeDecoder, load_decoder
 from dflow_lightning.decode.engine import Engine
 from dflow_lightning.decode.request import Answer, Completion, Request, Update
-from dflow_lightning.decode.rounds import RoundTimer
 
 __all__ = [
     "Answer",
     "Completion",
     "Engine",
     "Request",
-    "RoundTimer",
     "SpeculativeDecoder",
     "Update",
     "load_decoder",

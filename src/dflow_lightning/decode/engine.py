@@ -12,7 +12,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -20,33 +20,17 @@ from torch import Tensor
 
 from dflow_lightning.acceptance import Sampling
 from dflow_lightning.decode import rounds
+from dflow_lightning.decode.flight import Flight
 from dflow_lightning.decode.request import Completion, Request, Update
-from dflow_lightning.decode.rounds import Mode, RoundTimer
+from dflow_lightning.decode.rounds import Mode
 from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
 from dflow_lightning.decode.steps import Backend, Steps, rounded_length
 from dflow_lightning.decode.tree import check_tree
 from dflow_lightning.errors import InputError
+from dflow_lightning.stopwatch import RoundTimer
 
 Acceptance = Literal["match", "rejection"]
 MODES = (Mode(), Mode(sampled=True), Mode(sampled=True, filtered=True))
-
-
-@dataclass
-class _Flight:
-    """A request that occupies a slot."""
-
-    id: int
-    request: Request
-    submitted: float
-    read: int = 0  # prompt tokens already in the caches
-    token_ids: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    first_token: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def decoding(self) -> bool:
-        return self.read == len(self.request.prompt_ids)
 
 
 class Engine:
@@ -99,8 +83,8 @@ class Engine:
             models, num_slots, self.capacity, max_stop_ids, rejection=rejection
         )
         self._rejection = rejection
-        self._slots: list[_Flight | None] = [None] * num_slots
-        self._queue: deque[_Flight] = deque()
+        self._slots: list[Flight | None] = [None] * num_slots
+        self._queue: deque[Flight] = deque()
         self._ids = itertools.count()
         self.timer = RoundTimer()
 
@@ -121,7 +105,7 @@ class Engine:
                 f"{self.max_stop_ids}; raise max_stop_ids"
             )
         request = Request(**vars(request) | {"stop_token_ids": tuple(stop)})
-        flight = _Flight(next(self._ids), request, time.perf_counter())
+        flight = Flight(next(self._ids), request, time.perf_counter())
         self._queue.append(flight)
         return flight.id
 
@@ -134,7 +118,7 @@ class Engine:
         for slot, flight in self._flights():
             if flight.id == request_id:
                 self._release(slot)
-                return self._completion(flight, "cancelled")
+                return flight.completion("cancelled")
         return None
 
     @property
@@ -309,7 +293,7 @@ class Engine:
             updates.append(self._update(slot, flight, report[slot], now, from_round=True))
         return updates
 
-    def _in_use(self, decoding: list[tuple[int, _Flight]]) -> DecodeState:
+    def _in_use(self, decoding: list[tuple[int, Flight]]) -> DecodeState:
         """The part of the state that a round has to run over."""
         count = decoding[-1][0] + 1
         tokens = max(
@@ -320,40 +304,26 @@ class Engine:
             self.steps.length(tokens + self.models.verified_tokens, self.capacity),
         )
 
-    def _mode(self, decoding: list[tuple[int, _Flight]]) -> Mode:
+    def _mode(self, decoding: list[tuple[int, Flight]]) -> Mode:
         requests = [flight.request for _, flight in decoding]
         sampled = any(one.temperature > 0 for one in requests)
         filtered = any(one.top_k > 0 or one.top_p < 1 for one in requests)
         return Mode(sampled, sampled and filtered, self._rejection and sampled)
 
-    def _flights(self) -> Iterator[tuple[int, _Flight]]:
+    def _flights(self) -> Iterator[tuple[int, Flight]]:
         return ((slot, flight) for slot, flight in enumerate(self._slots) if flight is not None)
 
     def _update(
-        self, slot: int, flight: _Flight, row: list[int], now: float, *, from_round: bool
+        self, slot: int, flight: Flight, row: list[int], now: float, *, from_round: bool
     ) -> Update:
         *tokens, done = row
         gained = [token for token in tokens if token != NO_TOKEN]
         flight.token_ids += gained
         if from_round:
             flight.accepted.append(len(gained) - 1)
-        completion = None
-        if done:
-            stop = flight.request.stop_token_ids or ()
-            reason = "stop" if flight.token_ids[-1] in stop else "length"
-            completion = self._completion(flight, reason, now)
-            self._release(slot)
-        return Update(flight.id, gained, completion)
-
-    @staticmethod
-    def _completion(flight: _Flight, reason: str, now: float | None = None) -> Completion:
-        end = time.perf_counter() if now is None else now
-        started = flight.first_token or end
-        return Completion(
-            flight.token_ids,
-            flight.accepted,
-            reason,
-            seconds=flight.seconds,
-            latency=end - started,
-            time_to_first_token=started - flight.submitted,
-        )
+        if not done:
+            return Update(flight.id, gained, None)
+        stop = flight.request.stop_token_ids or ()
+        self._release(slot)
+        reason = "stop" if flight.token_ids[-1] in stop else "length"
+        return Update(flight.id, gained, flight.completion(reason, now))

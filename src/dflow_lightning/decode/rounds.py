@@ -7,10 +7,9 @@ drafts, D hidden, C tapped width, V vocabulary.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -31,27 +30,6 @@ from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
 from dflow_lightning.draft import draft_hidden, embed_blocks, embedding, relay_correction
 from dflow_lightning.eagle3 import Eagle3Drafter
 from dflow_lightning.relay import align
-
-
-@dataclass
-class RoundTimer:
-    """Wall seconds of each round, and of its parts where they run one after the other.
-
-    A compiled round is one graph, in which the parts cannot be told apart.
-    """
-
-    whole: list[float] = field(default_factory=list)
-    draft: list[float] = field(default_factory=list)
-    verify: list[float] = field(default_factory=list)
-    relay: list[float] = field(default_factory=list)
-    commit: list[float] = field(default_factory=list)
-
-    @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Append the seconds spent inside to `whole`, `draft`, `verify`, `relay` or `commit`."""
-        start = time.perf_counter()
-        yield
-        getattr(self, part).append(time.perf_counter() - start)
 
 
 @dataclass(frozen=True)

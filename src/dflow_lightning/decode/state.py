@@ -17,7 +17,8 @@ from dflow_lightning.decode.request import Request
 from dflow_lightning.drafter import ContextKV
 from dflow_lightning.eagle3 import AnyDrafter, Eagle3Drafter
 from dflow_lightning.relay import Relay, RelayInput
-from dflow_lightning.target import FrozenTarget, SlotCache
+from dflow_lightning.slot_cache import SlotCache
+from dflow_lightning.target import FrozenTarget
 
 NO_TOKEN = -1
 

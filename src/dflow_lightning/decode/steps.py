@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dflow_lightning.decode.rounds import DraftStep, Mode, RoundTimer, run_round
+from dflow_lightning.decode.rounds import DraftStep, Mode, run_round
 from dflow_lightning.decode.state import DecodeState, Models
 from dflow_lightning.errors import InputError
+from dflow_lightning.stopwatch import RoundTimer
 
 Backend = Literal["eager", "compiled", "package"]
 LENGTH_STEP = 64  # of cache slots, for eager attention

@@ -21,7 +21,7 @@ from torch import Tensor
 from dflow_lightning.decode.state import Models
 from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
-from dflow_lightning.target import SlotCache
+from dflow_lightning.slot_cache import SlotCache
 
 MOST_NODES = 256
 

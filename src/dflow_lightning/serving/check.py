@@ -19,7 +19,7 @@ from dflow_lightning.equality import EqualityCheck
 from dflow_lightning.errors import InputError
 from dflow_lightning.serving.server import ServerSettings, VllmServer
 from dflow_lightning.target import FrozenTarget
-from dflow_lightning.validate_export import interleaved
+from dflow_lightning.validate_subject import interleaved
 
 TOLERANCE = 0.05  # of tau, relative
 RELAY_ON = "DFlow relay: on"  # what the plug-in writes into the engine's log

@@ -1,0 +1,86 @@
+"""A cache of the target that is written by slot, so that rejected rows need no removing.
+
+Shapes: B batch, Q query tokens, L cache slots, G key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values in a buffer of fixed shape, written at the cache's slots."""
+
+    is_sliding = False
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the buffers, `[B, G, L, E]`, once the shape of the states is known."""
+        batch, heads, _, size = key_states.shape
+        shape = (self._cache.num_rows or batch, heads, self._cache.capacity, size)
+        self.keys = key_states.new_zeros(shape)
+        self.values = value_states.new_zeros(*shape[:3], value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
+        """Write the new rows to the cache's slots; returns the buffers of the written requests."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        cache = self._cache
+        rows_B = cache.rows_B
+        if rows_B is None:  # the first requests, all of them or fewer: views, nothing is copied
+            rows_B = torch.arange(key_states.shape[0], device=key_states.device)
+            read: Any = slice(key_states.shape[0])
+        else:
+            read = rows_B
+        index = (rows_B.unsqueeze(1), slice(None), cache.slots_BQ)
+        self.keys[index] = key_states.transpose(1, 2)
+        self.values[index] = value_states.transpose(1, 2)
+        return self.keys[read, :, : cache.length], self.values[read, :, : cache.length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask covers."""
+        return self._cache.length, 0
+
+    def get_seq_length(self) -> int:
+        """Zero: positions and masks are always given by the caller."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Slots of the buffer."""
+        return self._cache.capacity
+
+
+class SlotCache(Cache):
+    """A target cache in which the caller says where each token's keys and values go.
+
+    Nothing is ever removed: what a mask does not show does not exist, and rejected rows are written
+    over by the next block. That is how rows of different length share one batch.
+
+    Attributes:
+        slots_BQ: where the next tokens are written.
+        rows_B: requests the next tokens belong to; None stands for the first B.
+        length: slots that are read, the capacity or fewer.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, num_rows: int | None = None) -> None:
+        self.capacity = self.length = capacity
+        self.num_rows = num_rows
+        self.slots_BQ = torch.zeros(1, 1, dtype=torch.long)
+        self.rows_B: Tensor | None = None
+        self._written = [SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._written))
+
+    def buffers(self) -> list[Tensor]:
+        """Keys and values of all layers that have been written, one row a request."""
+        found = [buffer for layer in self._written for buffer in (layer.keys, layer.values)]
+        return [buffer for buffer in found if buffer is not None]
