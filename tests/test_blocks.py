@@ -2,7 +2,14 @@
 
 import torch
 
-from dflow_lightning.blocks import Anchors, draw_anchors, next_anchors, slot_inputs, slot_labels
+from dflow_lightning.blocks import (
+    Anchors,
+    draw_anchors,
+    next_anchors,
+    rows_at,
+    slot_inputs,
+    slot_labels,
+)  # fmt: skip
 
 
 def random_mask(rows=4, width=20, seed=0):
@@ -82,3 +89,18 @@ def test_slot_inputs_put_the_anchor_first_and_never_relay_it():
     relayed = slot_inputs(anchor, mask, 4, relay)
     assert torch.equal(relayed[..., 0, :], anchor)
     assert torch.equal(relayed[..., 1:, :], mask + relay[..., 1:, :])
+
+
+def test_rows_in_another_order_keep_no_index_for_each_number():
+    order_BN = torch.stack([torch.randperm(6) for _ in range(2)])
+    x_BNKD = torch.randn(2, 6, 4, 8, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        found_BNKD = rows_at(x_BNKD, order_BN)
+    assert sum(t.untyped_storage().nbytes() for t in kept) <= 8 * (2 + 12)
+    weights_BNKD = torch.randn(2, 6, 4, 8)
+    (weights_BNKD * found_BNKD).sum().backward()
+    expected_BNKD = x_BNKD.detach().take_along_dim(order_BN[..., None, None], dim=1)
+    assert torch.equal(found_BNKD, expected_BNKD)
+    back_BN11 = order_BN.argsort(dim=1)[..., None, None]
+    assert torch.equal(x_BNKD.grad, weights_BNKD.take_along_dim(back_BN11, dim=1))

@@ -122,6 +122,16 @@ def slot_positions(anchors_BN: Tensor, block_size: int) -> Tensor:
     return anchors_BN.unsqueeze(-1) + torch.arange(block_size, device=anchors_BN.device)
 
 
+def rows_at(x: Tensor, index_BN: Tensor) -> Tensor:
+    """`x[b, index[b, n]]`, `[B, N, ...]`.
+
+    For its backward pass it keeps the index alone, where `take_along_dim` keeps one of 8 bytes for
+    each number of its result.
+    """
+    batch_B1 = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    return x[batch_B1, index_BN]
+
+
 def gather_slots(
     values_BS: Tensor, anchors_BN: Tensor, block_size: int, ends_BN: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

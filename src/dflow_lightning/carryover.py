@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dflow_lightning.blocks import rows_at
 from dflow_lightning.relay import RelayInput
 
 
@@ -32,10 +33,7 @@ class CarriedRows:
 
     def take_along(self, order_BN: Tensor) -> CarriedRows:
         """The rows of the blocks in another order."""
-        return CarriedRows(
-            self.h_BNJD.take_along_dim(order_BN[..., None, None], dim=1),
-            self.valid_BNJ.take_along_dim(order_BN[..., None], dim=1),
-        )
+        return CarriedRows(rows_at(self.h_BNJD, order_BN), rows_at(self.valid_BNJ, order_BN))
 
 
 class Carryover(nn.Module):

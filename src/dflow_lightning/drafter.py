@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from dflow_lightning.attention import Backend, block_attention, choose
-from dflow_lightning.blocks import slot_positions
+from dflow_lightning.blocks import rows_at, slot_positions
 from dflow_lightning.carryover import CarriedRows, Carryover
 from dflow_lightning.causal_head import CausalHead
 from dflow_lightning.dims import DrafterDims, LayerDims
@@ -179,7 +179,7 @@ class Drafter(nn.Module):
         backend = choose(wanted, x_BNKD.shape[1], x_BNKD.device, x_BNKD.dtype)
         order_BN = None if backend == "dense" else anchors_BN.argsort(dim=1)
         if order_BN is not None:  # neighbours that see as much of the context leave out the same
-            x_BNKD = x_BNKD.take_along_dim(order_BN[..., None, None], dim=1)
+            x_BNKD = rows_at(x_BNKD, order_BN)
             anchors_BN = anchors_BN.gather(1, order_BN)
             starts_BN = None if starts_BN is None else starts_BN.gather(1, order_BN)
             carried = None if carried is None else carried.take_along(order_BN)
@@ -197,7 +197,7 @@ class Drafter(nn.Module):
             else:
                 x_BNKD = layer(*arguments)
         if order_BN is not None:
-            x_BNKD = x_BNKD.take_along_dim(order_BN.argsort(dim=1)[..., None, None], dim=1)
+            x_BNKD = rows_at(x_BNKD, order_BN.argsort(dim=1))
         return self.norm(x_BNKD)
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

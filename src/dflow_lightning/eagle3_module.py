@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.acceptance import leading_run
-from dflow_lightning.blocks import Anchors, gather_slots, slot_labels
+from dflow_lightning.blocks import Anchors, gather_slots, rows_at, slot_labels
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.drafter_folder import load_export
@@ -137,7 +137,7 @@ class Eagle3Module(TrainingModule):
         embeds_BSD = self.target.embed(next_ids_BS).to(dtype)
         context = self.drafter.context_kv(h_BSD, embeds_BSD, inputs.positions_BS)
         first_BN = (anchors.positions_BN - 1).clamp(min=0)
-        h_BND = h_BSD.take_along_dim(first_BN.unsqueeze(-1), dim=1)
+        h_BND = rows_at(h_BSD, first_BN)
         ids_BNT, _ = gather_slots(batch.input_ids_BS, anchors.positions_BN, self.ttt_steps)
         embeds_BNTD = self.target.embed(ids_BNT).to(dtype)
         steps = Unroll(self.drafter, h_BND, first_BN, context, anchors.starts_BN)
