@@ -24,7 +24,7 @@ from dflow_lightning.plan import answers, hours, make_plan, parse, sharding_of, 
 from dflow_lightning.plan_measure import build, measured, training_step
 from dflow_lightning.plan_memory import ZERO_BUCKETS, Plan
 from dflow_lightning.plan_work import Work
-from dflow_lightning.relay import Relay
+from dflow_lightning.relay import Relay, RelayInput
 from dflow_lightning.rollout import Rollout
 from dflow_lightning.step_inputs import Round, clean_forward
 from dflow_lightning.target import FrozenTarget
@@ -164,19 +164,22 @@ def test_a_checkpoint_holds_weights_and_two_moments(small: tuple[Plan, FrozenTar
     assert plan.checkpoint() == pytest.approx(file.getbuffer().nbytes, rel=0.1)
 
 
+@pytest.mark.parametrize("carryover", [False, True])
 @pytest.mark.parametrize(
     ("precision", "backend"), [("bf16-mixed", "dense"), ("32-true", "dense"), ("32-true", "split")]
 )
 def test_activations_are_near_what_autograd_saves(
-    tmp_path: Path, precision: str, backend: str
+    tmp_path: Path, precision: str, backend: str, carryover: bool
 ) -> None:
+    """12 blocks a row; with carryover 8 of the mask round and 4 that are rolled out once."""
     shape = qwen3(256, 8, 4, 768, tied=True) | {"vocab_size": 512, "eos_token_id": 1}
     shape |= {"head_dim": 64, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     plan = planned(
         f"--model.target.path={tmp_path}", "--model.drafter.num_layers=2", "--data.train=none",
-        "--model.num_anchors=12", "--rollout.num_rounds=0", "--data.max_length=64",
-        "--data.batch_size=2", f"--trainer.precision={precision}",
+        f"--model.num_anchors={8 if carryover else 12}", f"--rollout.num_rounds={int(carryover)}",
+        "--rollout.num_anchors=4", f"--model.drafter.carryover={str(carryover).lower()}",
+        "--data.max_length=64", "--data.batch_size=2", f"--trainer.precision={precision}",
         f"--model.attention={backend}", "--trainer.accelerator=cpu",
     )  # fmt: skip
     drafter = Drafter(plan.drafter.dims)
@@ -191,14 +194,20 @@ def test_activations_are_near_what_autograd_saves(
 
     taps, x = torch.randn(2, 64, 2 * 256), torch.randn(2, 12, 16, 256, requires_grad=True)
     positions = torch.arange(64).expand(2, -1)
+    rows = RelayInput(
+        torch.randn(2, 12, 16, 256), torch.ones(2, 12, 16, dtype=torch.bool),
+        torch.zeros(2, 12, dtype=torch.long), torch.zeros(2, 12, dtype=torch.long),
+    )  # fmt: skip
     mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), mixed:
         context = drafter.context_kv(drafter.project(taps), positions)
-        drafter(x, context, torch.arange(12).expand(2, -1) * 5, backend=backend).sum()
+        anchors, carried = torch.arange(12).expand(2, -1) * 5, drafter.carry(rows)
+        drafter(x, context, anchors, backend=backend, carried=carried).sum()
     taken = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     parts = plan.activation_parts()
     masks = plan.masks() if backend == "dense" else 0  # those of the other one come and go
-    later = parts["loss"] + parts["gradients of one layer"]
+    assert (parts["carried rows"] > 0) is carryover
+    later = parts["loss"] + parts["gradients of one layer"] + parts["relay"]
     predicted = sum(parts.values()) - later + masks
     assert predicted == pytest.approx(taken, rel=0.15)
 

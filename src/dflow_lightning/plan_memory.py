@@ -83,6 +83,12 @@ class Plan:
         return mask_round + self.recipe.rollout.num_rounds * self.rolled_slots
 
     @property
+    def carried_rows(self) -> int:
+        """Rows that the blocks of one row attend to by carryover; all blocks have K-1 of them."""
+        carries = self.drafter.carryover is not None and self.rolled_slots
+        return self.slots - self.slots // self.drafter.dims.block_size if carries else 0
+
+    @property
     def verified(self) -> int:
         """Drafted tokens of one row that the target reads, over all rounds."""
         rollout = self.recipe.rollout
@@ -186,8 +192,9 @@ class Plan:
         Slots, B*N*K: `Precision.saved` per layer; the final norm and the loss's gradient. Context
         rows, B*S: keys and values of each layer, and `hidden_norm`. Keys and values that attention
         reads: `flex` joins context and slots, the others repeat both for the query heads. Relay
-        slots, B*R*K a round: the projection and the relay's MLP. Recomputed layers keep their input
-        and their context, and one layer at a time is whole. Gradients on their way back are
+        slots, B*R*K a round: the projection and the relay's MLP. Carried rows, B*N*(K-1), and
+        slots beside them: what a layer makes their keys and values of. Recomputed layers keep their
+        input and their context, and one layer at a time is whole. Gradients on their way back are
         those of an MLP: its product, both factors and one more at width F, as many at width D. A
         causal head's are its tokens, its gates and states and the rank.
         """
@@ -203,6 +210,8 @@ class Plan:
             head = {"causal head": residual * 2 * D + compute * (D + 10 * state + 4 * rank)}
         else:
             head = {}
+        beside = self.carried_rows and self.slots + self.carried_rows  # slots and rows as one
+        carried = beside * residual * D + self.carried_rows * (saved[2] * GE + read)
         relay = 12 * D + compute * (10 * D + 2 * (self.relay.hidden_size if self.relay else 0))
         return {
             "layers of the blocks": self.rows * self.slots * (whole * slot + kept),
@@ -212,6 +221,7 @@ class Plan:
             "loss": self.rows * self.slots * 2 * residual * D,
             "gradients of one layer": self.rows * self.slots * 4 * compute * (D + F),
             "relay": self.rows * self.relay_slots * relay,
+            "carried rows": self.rows * whole * carried,
             **{part: self.rows * self.slots * size for part, size in head.items()},
         }
 
