@@ -191,7 +191,8 @@ class OnlineRollout(Callback):
         """
         Args:
             num_rounds: reject-conditioned rounds after the mask round; 0 switches rollouts off.
-            num_anchors: blocks per sequence to roll out, a random subset of model.num_anchors.
+            num_anchors: blocks per sequence to roll out, a random subset of model.num_anchors; the
+                relay learns from these alone, and gains with their number.
             mode: `online` is for use; `teacher_forced` and `clean_features` take the relay from
                 paths that inference never sees and `off` makes rounds without relay, all three for
                 comparison.
