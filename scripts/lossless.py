@@ -2,11 +2,11 @@
 
     python scripts/lossless.py --drafter data/tiny-drafters/dflow
 
-Drafters, relay on and off, requests in flight, backends, and trees of several sizes beside chains,
-on the same held-out prompts, greedy, float32. The reference is plain decoding, one request at a
-time. A difference counts unless the target itself cannot tell the two tokens apart (`equality`);
-those are counted apart. The package is compiled into a copy of the export first. Exit status 1 when
-any answer differs.
+Drafters, relay and carryover on and off, requests in flight, backends, and trees of several sizes
+beside chains, on the same held-out prompts, greedy, float32. The reference is plain decoding, one
+request at a time. A difference counts unless the target itself cannot tell the two tokens apart
+(`equality`); those are counted apart. The package is compiled into a copy of the export first. Exit
+status 1 when any answer differs.
 """
 
 import argparse
@@ -80,9 +80,11 @@ def main(
         first = next(iter(decoders.values()))
         plain = first.generate_plain(asked, max_new_tokens=max_new_tokens)
         print(f"{len(prompts)} prompts, up to {max_new_tokens} tokens, greedy, {frozen.dtype}")
-        print(f"{'drafter':<15} {'relay':<5} {'backend':<9} tree  batch  tau   differ ties seconds")
+        width = max(map(len, ["drafter", *decoders]))
+        head = f"{'drafter':<{width}} {'relay':<5} {'backend':<9}"
+        print(f"{head} tree  batch  tau   differ ties seconds")
         for name, decoder in decoders.items():
-            relays = (True, False) if decoder.relay is not None else (False,)
+            relays = (True, False) if decoder.keeps_rejected else (False,)
             cells = itertools.product(ways(decoder, backend, tree_nodes), batch, relays)
             for (one, nodes), size, relay in cells:
                 start = time.perf_counter()
@@ -99,7 +101,7 @@ def main(
                 wrong = len(found) - ties
                 rounds = [a for completion in ours for a in completion.accepted]
                 print(
-                    f"{name:<15} {'on' if relay else 'off':<5} {one:<9} "
+                    f"{name:<{width}} {'on' if relay else 'off':<5} {one:<9} "
                     f"{nodes or '-':>4}  {size:>5}  "
                     f"{1 + sum(rounds) / len(rounds):.3f} {wrong:>6} {ties:>4} {seconds:7.1f}",
                     flush=True,
