@@ -24,8 +24,10 @@ class Variant:
         return Path(f"recipes/{self.recipe}.yaml")
 
     def read(self) -> Any:
-        """The values of the recipe, by section."""
-        return OmegaConf.load(self.path)
+        """The values of the recipe with what is changed, by section."""
+        names = [name.removeprefix("--") for name in self.changes[::2]]
+        changed = [f"{n}={value}" for n, value in zip(names, self.changes[1::2], strict=True)]
+        return OmegaConf.merge(OmegaConf.load(self.path), OmegaConf.from_dotlist(changed))
 
 
 def variants() -> list[Variant]:
@@ -34,7 +36,9 @@ def variants() -> list[Variant]:
     domino_dflow = Variant("domino-dflow", "tiny-domino-dflow")
     # As many blocks per step as the mask round and the rollout rounds of DFlow together.
     blocks = ("--model.num_anchors", str(num_blocks(dflow)))
-    every = dflow.read()["model"]["num_anchors"]
+    # Every block of the mask round is rolled out, as recipes/ablations/share-1.yaml has it.
+    every = str(dflow.read()["model"]["num_anchors"])
+    share_1 = replace(dflow, name="dflow-share-1", changes=("--rollout.num_anchors", every))
     return [
         Variant(BASE, "tiny-dflash"),
         dflow,
@@ -60,27 +64,21 @@ def variants() -> list[Variant]:
             changes=("--rollout.mode", "clean_features"),
             one_seed=True,
         ),
-        # Every block of the mask round is rolled out, as recipes/ablations/share-1.yaml has it.
-        replace(dflow, name="dflow-share-1", changes=("--rollout.num_anchors", str(every))),
+        share_1,
         Variant(
             "dflash-share-1-blocks",
             "tiny-dflash",
-            ("--model.num_anchors", str(num_blocks(dflow, rolled_out=every))),
+            ("--model.num_anchors", str(num_blocks(share_1))),
         ),
         Variant("dflash-equal-time", "tiny-dflash", equal_time_to="dflow", one_seed=True),
     ]
 
 
-def num_blocks(variant: Variant, rolled_out: int | None = None) -> int:
-    """Blocks per row of data that a recipe learns from: the mask round and all rollouts.
-
-    Args:
-        rolled_out: blocks of each rollout round, by default the recipe's.
-    """
+def num_blocks(variant: Variant) -> int:
+    """Blocks per row of data that a row learns from: the mask round and all rollouts."""
     read = variant.read()
     rollout = read["rollout"]
-    rolled_out = rollout["num_anchors"] if rolled_out is None else rolled_out
-    return read["model"]["num_anchors"] + rolled_out * rollout["num_rounds"]
+    return read["model"]["num_anchors"] + rollout["num_anchors"] * rollout["num_rounds"]
 
 
 def rolls_out(variant: Variant) -> bool:

@@ -122,14 +122,14 @@ def slot_positions(anchors_BN: Tensor, block_size: int) -> Tensor:
     return anchors_BN.unsqueeze(-1) + torch.arange(block_size, device=anchors_BN.device)
 
 
-def rows_at(x: Tensor, index_BN: Tensor) -> Tensor:
-    """`x[b, index[b, n]]`, `[B, N, ...]`.
+def rows_at(x: Tensor, index: Tensor) -> Tensor:
+    """`x[b, index[b, ...]]`: the rows of dimension 1 that an index `[B, N]` or `[B, N, K]` names.
 
     For its backward pass it keeps the index alone, where `take_along_dim` keeps one of 8 bytes for
     each number of its result.
     """
-    batch_B1 = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-    return x[batch_B1, index_BN]
+    batch = torch.arange(x.shape[0], device=x.device)
+    return x[batch.view(-1, *[1] * (index.ndim - 1)), index]
 
 
 def gather_slots(

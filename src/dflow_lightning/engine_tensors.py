@@ -84,6 +84,7 @@ def stored_tensors(folder: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object of a file; None where it is missing or holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from dflow_lightning.acceptance import accept, rejected_token
-from dflow_lightning.blocks import Anchors, next_anchors, slot_labels, slot_positions
+from dflow_lightning.blocks import Anchors, next_anchors, rows_at, slot_labels, slot_positions
 from dflow_lightning.draft import draft_tokens, greedy_tokens
 from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.errors import InputError
@@ -172,8 +172,7 @@ class Rollout:
         index_BNK = index_BNK.clamp(max=taps_BSC.shape[1] - 1)
         if anchors.ends_BN is not None:  # what stands behind is another document's
             index_BNK = index_BNK.minimum((anchors.ends_BN - 1).clamp(min=0).unsqueeze(-1))
-        batch_index = torch.arange(taps_BSC.shape[0], device=taps_BSC.device)[:, None, None]
-        return taps_BSC[batch_index, index_BNK]
+        return rows_at(taps_BSC, index_BNK)
 
 
 class OnlineRollout(Callback):
