@@ -93,6 +93,9 @@ bench-loader: env ## the data loader alone beside the training step: is data eve
 relay-cost: env ## the relay's share of a round: embedded target and a Qwen3-1.7B shape (12 GB of memory)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/relay_cost.py
 
+same-numbers: env ## training, exports and decoding of the working tree beside an earlier commit, bit for bit
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/same_numbers.py --base $(or $(BASE),HEAD)
+
 resume: env ## 10 steps = 4 + 6 under every strategy, bit for bit, and 20 kill -9 (10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/resume_table.py
 

@@ -30,9 +30,9 @@ from dflow_lightning.data.batches import TrainLoader
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.data.prepared import PreparedRow, PreparedWriter, finish
 from dflow_lightning.data.token_rows import PreparedRows, TokenRows
-from dflow_lightning.dims import DrafterConfig
-from dflow_lightning.module import DrafterModule, TargetConfig
-from dflow_lightning.rollout import Rollout
+from dflow_lightning.models.dims import DrafterConfig
+from dflow_lightning.training.module import DrafterModule, TargetConfig
+from dflow_lightning.training.rollout import Rollout
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "data/tiny-qwen3"

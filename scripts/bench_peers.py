@@ -25,9 +25,9 @@ import torch
 
 from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
+from dflow_lightning.decode.equality import EqualityCheck
 from dflow_lightning.decode.steps import Backend
-from dflow_lightning.equality import EqualityCheck
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.target import FrozenTarget
 
 ROOT = Path(__file__).resolve().parents[1]
 INTEROP = ROOT / "tests/interop"

@@ -80,12 +80,12 @@ def time_all(job: dict) -> None:
     """In the process of its own: the trainings, one after the other."""
     from step_timer import StepTimer
 
-    from dflow_lightning import cli
+    from dflow_lightning.run import fit
 
     times = {}
     for name, command in job["asked"].items():
         run_dir = Path(job["folder"]) / name.replace(" ", "-")
-        status = cli.run([*command, "--run_dir", str(run_dir)])
+        status = fit.run([*command, "--run_dir", str(run_dir)])
         if status:
             raise SystemExit(f"{name} ended with status {status}")
         times[name] = statistics.median(StepTimer.milliseconds[job["warm_up"] :])

@@ -11,7 +11,7 @@ from typing import Any
 
 from compare_rows import BASE, GOALS, ORDER, PAPER, PAPER_SOURCE
 
-from dflow_lightning.report_page import with_spread
+from dflow_lightning.html import with_spread
 
 RESULTS = Path("docs/results.md")
 POOLED = {0: "0/pooled", 1: "1/pooled"}  # cells of the table, by temperature

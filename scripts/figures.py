@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from dflow_lightning.relay import relay_rows
+from dflow_lightning.models.relay import relay_rows
 
 BLOCK_SIZE, ACCEPTED = 8, 2  # the example of README.md
 CLEAN, PLAIN, MARKED, DARK = "white", "#f0f0f0", "#c8c8c8", "#5a5a5a"

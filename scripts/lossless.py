@@ -20,15 +20,15 @@ from pathlib import Path
 
 import torch
 
-from dflow_lightning.bench_table import short_names
+from dflow_lightning.bench.table import short_names
 from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
+from dflow_lightning.decode.equality import EqualityCheck
 from dflow_lightning.decode.package import FOLDER, compile_package
 from dflow_lightning.decode.steps import Backend
 from dflow_lightning.decode.tree import slots_are_independent
-from dflow_lightning.eagle3 import Eagle3Drafter
-from dflow_lightning.equality import EqualityCheck
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.eagle3 import Eagle3Drafter
+from dflow_lightning.models.target import FrozenTarget
 
 SUITE = "prompts/test.jsonl"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from step_process import Shape, Step, Worker, ours, peers, save_random_target
 
-from dflow_lightning.plan import make_plan, parse
+from dflow_lightning.plan.command import make_plan, parse
 
 SHARE, GROWTH = 0.5, 1.1  # the goals
 # The C library keeps freed memory below this size; resident is then what is used.

@@ -20,8 +20,8 @@ from itertools import islice
 from pathlib import Path
 
 from dflow_lightning.data.prepared import open_prepared, read_manifest
-from dflow_lightning.equality import EqualityCheck
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.decode.equality import EqualityCheck
+from dflow_lightning.models.target import FrozenTarget
 
 ROOT = Path(__file__).resolve().parents[1]
 VLLM = ROOT / ".venv-vllm/bin/python"

@@ -21,14 +21,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
 
-from dflow_lightning import cli
 from dflow_lightning.__main__ import RUNS, TOOLS, usage
 from dflow_lightning.__main__ import main as main_command
-from dflow_lightning.cli import SECTIONS
 from dflow_lightning.data.datamodule import ChatDataModule
-from dflow_lightning.module import DrafterModule
+from dflow_lightning.run import fit
+from dflow_lightning.run.fit import SECTIONS
+from dflow_lightning.training.module import DrafterModule
 
-MODULES = getattr(cli, "MODULES", {"block": DrafterModule})  # what `model` is, by method
+MODULES = getattr(fit, "MODULES", {"block": DrafterModule})  # what `model` is, by method
 LINKED = {"data.tokenizer"}  # set from another key, never by a recipe
 CONFIG = Path("docs/reference-config.md")
 COMMANDS = Path("docs/reference-commands.md")

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from dflow_lightning.bench_row import relay_share, round_milliseconds
+from dflow_lightning.bench.row import relay_share, round_milliseconds
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.drafter import Drafter
-from dflow_lightning.relay import Relay
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.relay import Relay
+from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.stopwatch import RoundTimer
-from dflow_lightning.target import FrozenTarget
 
 TINY = "data/tiny-qwen3"
 

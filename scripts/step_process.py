@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from dflow_lightning.dims import default_target_layer_ids
+from dflow_lightning.models.dims import default_target_layer_ids
 
 ROOT = Path(__file__).resolve().parents[1]
 INTEROP = ROOT / "tests/interop"

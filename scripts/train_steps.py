@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/interop"))
 from step_worker import serve, step_parser
 
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.dims import DrafterConfig
-from dflow_lightning.module import DrafterModule, TargetConfig
-from dflow_lightning.relay import RelayConfig
-from dflow_lightning.rollout import Rollout
+from dflow_lightning.models.dims import DrafterConfig
+from dflow_lightning.models.relay import RelayConfig
+from dflow_lightning.training.module import DrafterModule, TargetConfig
+from dflow_lightning.training.rollout import Rollout
 
 ROUNDS, SHARE = 2, 8
 

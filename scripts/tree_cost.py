@@ -19,8 +19,8 @@ import torch
 
 from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.decode import Completion, Engine, Request, SpeculativeDecoder
-from dflow_lightning.equality import EqualityCheck
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.decode.equality import EqualityCheck
+from dflow_lightning.models.target import FrozenTarget
 
 SUITE = "prompts/test.jsonl"
 

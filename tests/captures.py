@@ -197,11 +197,10 @@ def preload() -> None:
     """What every command would import by itself; before any thread, since children are forked."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import dflow_lightning.bench
-        import dflow_lightning.cli
+        import dflow_lightning.bench.command
         import dflow_lightning.completion
-        import dflow_lightning.doctor_model
-        import dflow_lightning.validate_export  # noqa: F401
+        import dflow_lightning.doctor.models
+        import dflow_lightning.export.validate  # noqa: F401
 
 
 def main(names: list[str]) -> int:

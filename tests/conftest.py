@@ -6,10 +6,10 @@ import pytest
 import torch
 from targets import random_target
 
-from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.drafter import Drafter
-from dflow_lightning.relay import Relay
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.relay import Relay
+from dflow_lightning.models.target import FrozenTarget
 
 
 @pytest.fixture(scope="session")

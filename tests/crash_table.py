@@ -18,9 +18,9 @@ from processes import Plant, Server
 from resume_table import STEPS, Case, last_line, write_data
 from targets import random_target
 
-from dflow_lightning.tracking_delivery import deliver
-from dflow_lightning.tracking_journal import journals
-from dflow_lightning.tracking_store import make_database
+from dflow_lightning.tracking.delivery import deliver
+from dflow_lightning.tracking.journal import journals
+from dflow_lightning.tracking.store import make_database
 
 ONE = Case("1 process", 0, 1)
 AT = 2  # the step that does not end

@@ -6,9 +6,9 @@ import torch
 from torch.optim import AdamW
 
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.eagle3 import Eagle3Config
-from dflow_lightning.eagle3_module import Eagle3Module
-from dflow_lightning.training_module import TargetConfig
+from dflow_lightning.models.eagle3 import Eagle3Config
+from dflow_lightning.training.base import TargetConfig
+from dflow_lightning.training.eagle3_module import Eagle3Module
 
 
 def make_eagle3(target_dir: Path, **options) -> Eagle3Module:

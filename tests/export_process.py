@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.drafter import Drafter
-from dflow_lightning.export import export_drafter
-from dflow_lightning.relay import Relay
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.export.write import export_drafter
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.relay import Relay
+from dflow_lightning.models.target import FrozenTarget
 
 RANDOM_KILLS = 20
 BEFORE, STATES = ("fresh", "over"), ("old", "new")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dflow_lightning.module import DrafterModule
+from dflow_lightning.training.module import DrafterModule
 
 
 def before_objective(then: Callable[[DrafterModule, Any], None]) -> None:
@@ -103,7 +103,7 @@ def out_of_memory(step: int, kind: str) -> None:
 
 def tracking_seconds(path: str) -> None:
     """Writes how long the training's own thread was in the record's calls, and in its end."""
-    from dflow_lightning.tracking_logger import RunLogger
+    from dflow_lightning.tracking.logger import RunLogger
 
     spent = {"record": 0.0, "end": 0.0}
 
@@ -126,7 +126,7 @@ def tracking_seconds(path: str) -> None:
 
 def hang_at(step: int, end_within: float) -> None:
     """A batch that never ends, as when another process is gone; and a shorter time limit."""
-    from dflow_lightning.signals import Signals
+    from dflow_lightning.run.signals import Signals
 
     Signals.end_within = end_within
     counter = Counter(step, 0)
@@ -172,7 +172,7 @@ def kill_in_save(number: int, share: float) -> None:
 
     A share of 1 kills between the last byte and the new name, 2 right after that.
     """
-    from dflow_lightning import checkpoint
+    from dflow_lightning.run import checkpoint
 
     saves, staged_path = 0, Path()
     write, take_place, save = checkpoint.Checkpointing._write, checkpoint.take_place, torch.save

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-PRELOAD = ["dflow_lightning.cli", "dflow_lightning.__main__", "mlflow", "deepspeed", "plants"]
+PRELOAD = ["dflow_lightning.run.fit", "dflow_lightning.__main__", "mlflow", "deepspeed", "plants"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
 
 

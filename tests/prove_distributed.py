@@ -26,7 +26,7 @@ import torch
 from ranks import Arm, run_arm, run_ranks
 from targets import ROOT, random_target
 
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.target import FrozenTarget
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 OUT = ROOT / "runs/distributed"
@@ -110,7 +110,7 @@ def checkpoints() -> bool:
 
 
 def file_checksums() -> dict[str, str]:
-    from dflow_lightning.integrity import file_sha256
+    from dflow_lightning.formats.integrity import file_sha256
 
     return {path.name: file_sha256(path) for path in sorted(TARGET.glob("*.safetensors"))}
 

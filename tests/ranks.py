@@ -18,9 +18,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from training import make_module
 
-from dflow_lightning import rollout, strategy  # noqa: F401 - registers the names zero1 to zero3
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.rollout import OnlineRollout
+from dflow_lightning.run import strategy  # noqa: F401 - registers the names zero1 to zero3
+from dflow_lightning.training import rollout
+from dflow_lightning.training.rollout import OnlineRollout
 
 K = 4  # block size
 ROWS = 2  # of a micro-batch

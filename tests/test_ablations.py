@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from dflow_lightning.checkpoint import flatten
+from dflow_lightning.commandline.recipe import layers, with_bases
 from dflow_lightning.errors import InputError
-from dflow_lightning.recipe_base import layers, with_bases
+from dflow_lightning.run.checkpoint import flatten
 
 if TYPE_CHECKING:
     from launch import Launcher
@@ -143,7 +143,7 @@ def test_an_unknown_key_above_a_base_is_an_error(launch: "Launcher", tmp_path: P
 
 
 def test_plan_reads_a_recipe_with_a_base(launch: "Launcher") -> None:
-    from dflow_lightning.plan import parse
+    from dflow_lightning.plan.command import parse
 
     recipe = parse(["--config", "recipes/ablations/rounds-3.yaml"])
     assert (recipe.rollout.num_rounds, recipe.model.relay.enabled) == (3, True)

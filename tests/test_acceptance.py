@@ -2,7 +2,7 @@
 
 import torch
 
-from dflow_lightning.acceptance import (
+from dflow_lightning.tensors.acceptance import (
     Sampling,
     accept,
     accept_or_resample,
@@ -11,7 +11,7 @@ from dflow_lightning.acceptance import (
     position_uniforms,
     probabilities,
 )
-from dflow_lightning.metrics import acceptance_after, acceptance_summary
+from dflow_lightning.tensors.metrics import acceptance_after, acceptance_summary
 
 
 def sampling(*temperatures, top_k=0, top_p=1.0):

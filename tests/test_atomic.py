@@ -2,16 +2,16 @@
 
 import pytest
 
-from dflow_lightning import atomic
+from dflow_lightning import files
 from dflow_lightning.errors import InputError
 
 
 def test_a_failed_write_leaves_the_old_text(tmp_path, monkeypatch):
     path = tmp_path / "new/a.txt"
-    atomic.write_text(path, "old")
+    files.write_text(path, "old")
     monkeypatch.setattr("pathlib.Path.replace", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        atomic.write_text(path, "new")
+        files.write_text(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in path.parent.iterdir()] == ["a.txt"]
 
@@ -22,7 +22,7 @@ def test_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, can_exchange
         monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
     out = tmp_path / "out"
     for text in ("first", "second"):
-        with atomic.staged_folder(out) as folder:
+        with files.staged_folder(out) as folder:
             (folder / text).touch()
         assert [p.name for p in out.iterdir()] == [text]
         assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -30,9 +30,9 @@ def test_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, can_exchange
 
 def test_a_failure_leaves_the_old_folder(tmp_path):
     out = tmp_path / "out"
-    with atomic.staged_folder(out) as folder:
+    with files.staged_folder(out) as folder:
         (folder / "old").touch()
-    with pytest.raises(ZeroDivisionError), atomic.staged_folder(out):
+    with pytest.raises(ZeroDivisionError), files.staged_folder(out):
         raise ZeroDivisionError
     assert [p.name for p in out.iterdir()] == ["old"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -41,7 +41,7 @@ def test_a_failure_leaves_the_old_folder(tmp_path):
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"out: .* is a folder"):
-        atomic.check_writable(tmp_path, "out")
+        files.check_writable(tmp_path, "out")
     with pytest.raises(InputError, match="can be written to"):
-        atomic.check_writable(tmp_path / "file/x", "out")
-    atomic.check_writable(tmp_path / "not/yet/x", "out")
+        files.check_writable(tmp_path / "file/x", "out")
+    files.check_writable(tmp_path / "not/yet/x", "out")

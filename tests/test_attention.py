@@ -7,9 +7,9 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
-from dflow_lightning.attention import block_attention, choose
 from dflow_lightning.errors import InputError
-from dflow_lightning.flex_blocks import TILE, flex_blocks, tile_mask
+from dflow_lightning.tensors.attention import block_attention, choose
+from dflow_lightning.tensors.attention_flex import TILE, flex_blocks, tile_mask
 
 
 def brute_force(q, k_block, v_block, k_context, v_context, anchors):
@@ -185,8 +185,8 @@ def test_a_kernel_that_does_not_fit_is_said_once_and_replaced(monkeypatch):
     def unfit(*arguments):
         raise RuntimeError("out of resource: shared memory")
 
-    monkeypatch.setattr("dflow_lightning.attention.flex_blocks", unfit)
-    monkeypatch.setattr("dflow_lightning.attention._flex_works", True)
+    monkeypatch.setattr("dflow_lightning.tensors.attention.flex_blocks", unfit)
+    monkeypatch.setattr("dflow_lightning.tensors.attention._flex_works", True)
     anchors = torch.tensor([[3, 7, 11], [1, 1, 5]])
     inputs = tensors()
     with pytest.warns(UserWarning, match="attention goes on with a dense mask"):
@@ -204,7 +204,7 @@ def test_other_errors_of_the_kernel_are_not_hidden(monkeypatch, error):
     def fails(*arguments):
         raise error
 
-    monkeypatch.setattr("dflow_lightning.attention.flex_blocks", fails)
+    monkeypatch.setattr("dflow_lightning.tensors.attention.flex_blocks", fails)
     with pytest.raises(type(error)):
         block_attention(*tensors(), torch.ones(2, 3, dtype=torch.long), "flex")
 

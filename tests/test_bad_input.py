@@ -10,11 +10,11 @@ import pytest
 from targets import random_target
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.drafter import Drafter
-from dflow_lightning.export import export_drafter
-from dflow_lightning.relay import Relay
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.export.write import export_drafter
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.relay import Relay
+from dflow_lightning.models.target import FrozenTarget
 
 if TYPE_CHECKING:
     from launch import Launcher, Result

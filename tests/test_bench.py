@@ -12,21 +12,21 @@ import pytest
 import torch
 from rich.console import Console
 
-from dflow_lightning.arguments import option_types, spell_out
-from dflow_lightning.bench import FORMAT, BenchSettings, bench, bench_command
-from dflow_lightning.bench_row import (
+from dflow_lightning.bench.command import FORMAT, BenchSettings, bench, bench_command
+from dflow_lightning.bench.measure import chunks, prompt_seed
+from dflow_lightning.bench.row import (
     Decoded,
     relay_share,
     round_milliseconds,
     time_per_output_token,
 )
-from dflow_lightning.bench_table import short_names, show
+from dflow_lightning.bench.table import short_names, show
+from dflow_lightning.commandline.arguments import option_types, spell_out
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import Completion, Engine, SpeculativeDecoder
-from dflow_lightning.equality import EqualityCheck, choice_margin, first_difference
+from dflow_lightning.decode.equality import EqualityCheck, choice_margin, first_difference
 from dflow_lightning.errors import InputError
-from dflow_lightning.export import export_drafter
-from dflow_lightning.measure import chunks, prompt_seed
+from dflow_lightning.export.write import export_drafter
 from dflow_lightning.stopwatch import RoundTimer
 
 FAMILIES = ("math", "code")

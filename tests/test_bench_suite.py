@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflow_lightning.bench_suite import SuiteChoice, read_suite
+from dflow_lightning.bench.suite import SuiteChoice, read_suite
 from dflow_lightning.data.template import render_prompt
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.errors import InputError

@@ -2,7 +2,7 @@
 
 import torch
 
-from dflow_lightning.blocks import (
+from dflow_lightning.tensors.blocks import (
     Anchors,
     draw_anchors,
     next_anchors,

@@ -12,21 +12,21 @@ from test_module import gradients, uneven_batch, wake_relay, with_rounds
 from torch.nn.attention.flex_attention import flex_attention
 from training import make_module, one_text, rollout_of, train
 
-from dflow_lightning import integrity
-from dflow_lightning.attention import block_attention
-from dflow_lightning.blocks import Anchors
-from dflow_lightning.carryover import CarriedRows, side_by_side
 from dflow_lightning.decode import Engine, Request, SpeculativeDecoder
 from dflow_lightning.decode import rounds as decode_rounds
-from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
-from dflow_lightning.export import export_drafter, load_export
-from dflow_lightning.loss import LossWindow
-from dflow_lightning.module import DrafterModule, TargetConfig
-from dflow_lightning.relay import RelayConfig, RelayInput, align
-from dflow_lightning.rollout import OnlineRollout
-from dflow_lightning.step_inputs import Round, clean_forward
+from dflow_lightning.export.write import export_drafter, load_export
+from dflow_lightning.formats import integrity
+from dflow_lightning.models.carryover import CarriedRows, side_by_side
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.relay import RelayConfig, RelayInput, align
+from dflow_lightning.tensors.attention import block_attention
+from dflow_lightning.tensors.blocks import Anchors
+from dflow_lightning.tensors.loss import LossWindow
+from dflow_lightning.training.module import DrafterModule, TargetConfig
+from dflow_lightning.training.rollout import OnlineRollout
+from dflow_lightning.training.step_inputs import Round, clean_forward
 
 K = 4
 
@@ -100,7 +100,7 @@ def test_attention_equals_one_query_at_a_time(backend, anchors):
 @pytest.mark.parametrize("packed", [False, True])
 def test_flex_equals_the_dense_mask(N, K, L, anchors, packed):
     """The kernel's own interpreter, and its tiles: what is not listed is not computed."""
-    from dflow_lightning.flex_blocks import TILE, flex_blocks, tile_mask
+    from dflow_lightning.tensors.attention_flex import TILE, flex_blocks, tile_mask
 
     torch.manual_seed(4)
     anchors = torch.tensor([anchors, anchors[::-1]])
@@ -143,7 +143,7 @@ def layer_by_layer(drafter: Drafter, x_KD, anchor: int, rows: list[tuple[int, to
 
 
 def block_attention_alone(attention, x, rope, context):
-    from dflow_lightning.rope import rotate
+    from dflow_lightning.models.layers import rotate
 
     q = rotate(
         attention.q_norm(attention.q_proj(x).view(1, 1, K, -1, attention.head_dim)).movedim(-2, 1),

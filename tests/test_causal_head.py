@@ -10,20 +10,25 @@ from test_lossless import chi_square, prompts
 from test_lossless import small_vocabulary as small_vocabulary  # a fixture
 from training import make_module, one_text, rollout_of, train
 
-from dflow_lightning.acceptance import accept
-from dflow_lightning.blocks import Anchors, slot_labels
-from dflow_lightning.causal_head import CausalHead, CausalHeadConfig, PrefixGRU, corrected_losses
 from dflow_lightning.decode import Engine, Request, rounds
 from dflow_lightning.decode.engine import MODES
-from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.draft import chained_tokens
-from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
-from dflow_lightning.loss import LossConfig
-from dflow_lightning.module import DrafterModule
-from dflow_lightning.rollout import OnlineRollout, Rollout
-from dflow_lightning.step_inputs import Round, clean_forward
-from dflow_lightning.training_module import TargetConfig
+from dflow_lightning.models.causal_head import (
+    CausalHead,
+    CausalHeadConfig,
+    PrefixGRU,
+    corrected_losses,
+)
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.draft import chained_tokens
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.tensors.acceptance import accept
+from dflow_lightning.tensors.blocks import Anchors, slot_labels
+from dflow_lightning.tensors.loss import LossConfig
+from dflow_lightning.training.base import TargetConfig
+from dflow_lightning.training.module import DrafterModule
+from dflow_lightning.training.rollout import OnlineRollout, Rollout
+from dflow_lightning.training.step_inputs import Round, clean_forward
 
 K, J = 4, 3
 

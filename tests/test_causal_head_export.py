@@ -11,21 +11,19 @@ from test_causal_head import wake
 from test_export import edit_json, edit_tensors
 from training import make_module
 
-from dflow_lightning.causal_head import CausalHeadConfig
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.dims import DrafterConfig
-from dflow_lightning.drafter_folder import load_export
-from dflow_lightning.engine_contract import check_contract
-from dflow_lightning.engine_tensors import tensor_shapes
 from dflow_lightning.errors import InputError
-from dflow_lightning.export import export_drafter
-from dflow_lightning.export_speculators import export_speculators
-from dflow_lightning.module import DrafterModule, TargetConfig
-from dflow_lightning.relay import RelayConfig
-from dflow_lightning.validate_export import validate_export
-from dflow_lightning.validate_folder import checkpoint, engine_contract
-from dflow_lightning.validate_subject import Subject
+from dflow_lightning.export.speculators import export_speculators
+from dflow_lightning.export.validate import validate_export
+from dflow_lightning.export.validate_folder import Subject, checkpoint, engine_contract
+from dflow_lightning.export.write import export_drafter
+from dflow_lightning.formats.drafter_folder import load_export
+from dflow_lightning.formats.engine_contract import check_contract, tensor_shapes
+from dflow_lightning.models.causal_head import CausalHeadConfig
+from dflow_lightning.models.dims import DrafterConfig
+from dflow_lightning.models.relay import RelayConfig
+from dflow_lightning.training.module import DrafterModule, TargetConfig
 
 BODY, CONFIG = "model.safetensors", "config.json"
 HEAD = ["embed_proj.0.weight", "embed_proj.2.weight"]

@@ -13,7 +13,7 @@ import yaml
 from pseudo_terminal import displayed
 
 from dflow_lightning import __main__ as entry
-from dflow_lightning.arguments import explain, nearest
+from dflow_lightning.commandline.arguments import explain, nearest
 from dflow_lightning.errors import InputError
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ def test_a_run_outlives_its_reader(
 def test_interrupt_ends_with_130(
     launch: "Launcher", recipe: Path, run_options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dflow_lightning.module import DrafterModule
+    from dflow_lightning.training.module import DrafterModule
 
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt

@@ -108,7 +108,7 @@ def test_publish_replaces_what_is_between_its_marks(tmp_path, monkeypatch):
 def test_tables_of_a_report_page_become_markdown():
     from record_page import markdown
 
-    from dflow_lightning.report_page import page, table
+    from dflow_lightning.html import page, table
 
     tables = [
         table("tau at T=0", ["drafter", "math & code"], [["<a>", "2.1"], ["b", "3"]]),

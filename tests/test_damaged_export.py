@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 from targets import random_target
 
 from dflow_lightning.data.prompts import Prompt
-from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.drafter import Drafter
-from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.errors import InputError
-from dflow_lightning.export import export_drafter
-from dflow_lightning.relay import Relay
-from dflow_lightning.target import FrozenTarget
-from dflow_lightning.validate_export import validate_export
-from dflow_lightning.validate_subject import Subject
+from dflow_lightning.export.validate import validate_export
+from dflow_lightning.export.validate_folder import Subject
+from dflow_lightning.export.write import export_drafter
+from dflow_lightning.formats.drafter_folder import load_export
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.relay import Relay
+from dflow_lightning.models.target import FrozenTarget
 
 BODY, CONFIG = "model.safetensors", "config.json"
 BEFORE_DECODING = 4  # checks: files, engine contract, config, tap fingerprint

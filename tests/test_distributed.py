@@ -9,8 +9,8 @@ from ranks import Arm, run_arm, run_ranks
 from targets import random_target
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.module import DrafterModule
-from dflow_lightning.strategy import ZeroStrategy, check_name
+from dflow_lightning.run.strategy import ZeroStrategy, check_name
+from dflow_lightning.training.module import DrafterModule
 
 pytest.importorskip("deepspeed")
 

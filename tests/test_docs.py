@@ -272,17 +272,6 @@ def test_links_lead_to_a_file(page: Path) -> None:
             assert (page.parent / path).exists(), f"{page}: {target}"
 
 
-def test_the_list_of_files_is_that_of_the_package() -> None:
-    """Files of a group may share a line: `plan.py, plan_*.py`, or a folder's name."""
-    package = ROOT / "src/dflow_lightning"
-    page = (ROOT / "docs/source.md").read_text()
-    named = set(re.findall(r"[\w/]+\.py", page))
-    assert not [name for name in named if not (package / name).is_file()]
-    groups = (*{name.removesuffix(".py") for name in named}, "serving/vllm/")
-    files = [str(path.relative_to(package)) for path in package.rglob("*.py")]
-    assert not [f for f in files if not f.endswith("__init__.py") and not f.startswith(groups)]
-
-
 @lru_cache
 def spoken(folder: Path) -> list[str]:
     """Every text in the source, with a NUL where a value is put in."""

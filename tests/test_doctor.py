@@ -20,16 +20,16 @@ from safetensors.torch import load_file, save_file
 from targets import ROOT
 from torch import nn
 
-from dflow_lightning import doctor_environment, drafter, rollout, target
 from dflow_lightning.__main__ import main
-from dflow_lightning.data.datamodule import load_tokenizer
-from dflow_lightning.data.prepare_target import template_sha256, tokenizer_sha256
 from dflow_lightning.data.prepared import PreparedRow, PreparedWriter, finish
 from dflow_lightning.data.template import ChatEncoder
+from dflow_lightning.data.tokenizer import load_tokenizer, template_sha256, tokenizer_sha256
 from dflow_lightning.data.turns import training_rows
 from dflow_lightning.decode import rounds
-from dflow_lightning.doctor import examine
-from dflow_lightning.doctor_check import Check
+from dflow_lightning.doctor.check import Check
+from dflow_lightning.doctor.command import environment, examine
+from dflow_lightning.models import drafter, target
+from dflow_lightning.training import rollout
 
 if TYPE_CHECKING:
     from launch import Launcher
@@ -301,13 +301,13 @@ def no_final_norm_before_the_head(setup: Setup) -> None:
 
 def little_disk(setup: Setup) -> None:
     usage = SimpleNamespace(free=10_000)
-    setup.patch.setattr(doctor_environment.shutil, "disk_usage", lambda path: usage)
+    setup.patch.setattr(environment.shutil, "disk_usage", lambda path: usage)
 
 
 def old_transformers(setup: Setup) -> None:
-    own = doctor_environment.version
+    own = environment.version
     setup.patch.setattr(
-        doctor_environment,
+        environment,
         "version",
         lambda name: "4.51.0" if name == "transformers" else own(name),
     )
@@ -315,7 +315,7 @@ def old_transformers(setup: Setup) -> None:
 
 def no_deepspeed(setup: Setup) -> None:
     setup.options["trainer.strategy"] = "zero2"
-    setup.patch.setattr(doctor_environment, "find_spec", lambda name: None)
+    setup.patch.setattr(environment, "find_spec", lambda name: None)
 
 
 def fake_deepspeed(setup: Setup, code: str) -> None:
@@ -332,7 +332,7 @@ def deepspeed_without_its_ops(setup: Setup) -> None:
 
 
 def deepspeed_that_hangs(setup: Setup) -> None:
-    setup.patch.setattr(doctor_environment, "IMPORT_WITHIN", 1.0)
+    setup.patch.setattr(environment, "IMPORT_WITHIN", 1.0)
     fake_deepspeed(setup, "import time; time.sleep(60)")
 
 

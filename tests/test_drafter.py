@@ -6,9 +6,9 @@ import pytest
 import torch
 from training import make_module
 
-from dflow_lightning.dims import DrafterConfig, DrafterDims, default_target_layer_ids
-from dflow_lightning.drafter import Drafter, start_from_target
 from dflow_lightning.errors import InputError
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims, default_target_layer_ids
+from dflow_lightning.models.drafter import Drafter, start_from_target
 
 # The 11 tensors of a layer and the 3 beside the layers. Sizes: hidden 64, MLP 80, 6 query and 3
 # key/value heads of 16, and 3 taps.
@@ -108,7 +108,7 @@ def test_start_copies_spread_layers_the_mean_tap_and_the_final_norm(tiny_target)
 
 
 def test_a_module_starts_from_the_target_unless_told_otherwise(tiny_target_dir):
-    from dflow_lightning.module import DrafterModule, TargetConfig
+    from dflow_lightning.training.module import DrafterModule, TargetConfig
 
     options = {
         "target": TargetConfig(path=str(tiny_target_dir)),

@@ -11,21 +11,21 @@ from safetensors.torch import load_file, save_file
 from test_lossless import chi_square, prompts, small_vocabulary  # noqa: F401
 from training import make_module, one_text
 
-from dflow_lightning.blocks import Anchors, Documents, slot_labels
-from dflow_lightning.cli import method_of
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import Engine, Request, SpeculativeDecoder, rounds
 from dflow_lightning.decode.rounds import Mode
-from dflow_lightning.dims import DrafterConfig
-from dflow_lightning.drafter_folder import load_export
-from dflow_lightning.eagle3 import Eagle3Config, Eagle3Dims, Eagle3Drafter
-from dflow_lightning.eagle3_module import Eagle3Module
-from dflow_lightning.engine_contract import check_contract
 from dflow_lightning.errors import InputError
-from dflow_lightning.export import export_drafter
-from dflow_lightning.module import DrafterModule
-from dflow_lightning.step_inputs import Round, clean_forward
-from dflow_lightning.training_module import TargetConfig
+from dflow_lightning.export.write import export_drafter
+from dflow_lightning.formats.drafter_folder import load_export
+from dflow_lightning.formats.engine_contract import check_contract
+from dflow_lightning.models.dims import DrafterConfig
+from dflow_lightning.models.eagle3 import Eagle3Config, Eagle3Dims, Eagle3Drafter
+from dflow_lightning.run.fit import method_of
+from dflow_lightning.tensors.blocks import Anchors, Documents, slot_labels
+from dflow_lightning.training.base import TargetConfig
+from dflow_lightning.training.eagle3_module import Eagle3Module
+from dflow_lightning.training.module import DrafterModule
+from dflow_lightning.training.step_inputs import Round, clean_forward
 
 
 @pytest.fixture(scope="module")

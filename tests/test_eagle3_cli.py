@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_bad_input import export_to
 
-from dflow_lightning.eagle3_module import Eagle3Module
+from dflow_lightning.training.eagle3_module import Eagle3Module
 
 if TYPE_CHECKING:
     from launch import Launcher

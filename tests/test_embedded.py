@@ -12,7 +12,8 @@ import pytest
 import yaml
 from targets import ROOT
 
-from dflow_lightning import demo, doctor_environment, embedded
+from dflow_lightning import demo, embedded
+from dflow_lightning.doctor import environment
 from dflow_lightning.errors import InputError
 
 if TYPE_CHECKING:
@@ -170,13 +171,13 @@ def test_every_command_of_the_demo_is_one_of_ours(tmp_path: Path) -> None:
 def test_doctor_names_the_versions_file_that_an_installation_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert doctor_environment.TESTED == ROOT / "constraints/cpu.txt"
-    assert doctor_environment.install("plots").endswith("-c constraints/cpu.txt -e '.[plots]'")
+    assert environment.TESTED == ROOT / "constraints/cpu.txt"
+    assert environment.install("plots").endswith("-c constraints/cpu.txt -e '.[plots]'")
     monkeypatch.setattr(embedded, "IN_WHEEL", tmp_path)
     (tmp_path / "constraints").mkdir()
     inside = tmp_path / "constraints/cpu.txt"
     inside.write_text("torch==1.0")
-    monkeypatch.setattr(doctor_environment, "TESTED", embedded.tested_versions())
-    assert doctor_environment.tested_versions() == {"torch": "1.0"}
+    monkeypatch.setattr(environment, "TESTED", embedded.tested_versions())
+    assert environment.tested_versions() == {"torch": "1.0"}
     expected = f"pip install -c {inside} 'dflow-lightning[deepspeed]'"
-    assert doctor_environment.install("deepspeed") == expected
+    assert environment.install("deepspeed") == expected

@@ -7,9 +7,9 @@ import pytest
 
 from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.equality import EqualityCheck
-from dflow_lightning.metrics import acceptance_summary
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.decode.equality import EqualityCheck
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.tensors.metrics import acceptance_summary
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 TARGET = DATA / "tiny-qwen3"

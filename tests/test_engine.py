@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflow_lightning.acceptance import position_uniforms
 from dflow_lightning.decode import Completion, Engine, Request, SpeculativeDecoder, rounds
 from dflow_lightning.decode.state import Models
 from dflow_lightning.errors import InputError
+from dflow_lightning.tensors.acceptance import position_uniforms
 
 
 def draw_request(rng: random.Random, text: list[int]) -> Request:

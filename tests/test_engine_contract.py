@@ -9,11 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_export import edit_json, edit_tensors, rename
 
-from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.drafter import Drafter
-from dflow_lightning.engine_contract import ENGINES, check_contract
-from dflow_lightning.engine_tensors import tensor_shapes
-from dflow_lightning.export import export_drafter
+from dflow_lightning.export.write import export_drafter
+from dflow_lightning.formats.engine_contract import ENGINES, check_contract, tensor_shapes
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.drafter import Drafter
 
 SHIPPED = Path(__file__).resolve().parents[1] / "data/tiny-drafters"
 BODY, CONFIG = "model.safetensors", "config.json"

@@ -9,13 +9,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
-from dflow_lightning.export import export_command, export_drafter, load_export
-from dflow_lightning.module import DrafterModule, TargetConfig
-from dflow_lightning.relay import Relay, RelayConfig
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.export.command import export_command
+from dflow_lightning.export.write import export_drafter, load_export
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.relay import Relay, RelayConfig
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.training.module import DrafterModule, TargetConfig
 
 PER_LAYER = {
     "input_layernorm",
@@ -349,7 +350,7 @@ def test_second_export_replaces_the_first(exported, tiny_drafter, tiny_target):
 
 def test_a_failed_export_leaves_the_first(exported, tiny_drafter, tiny_target, monkeypatch):
     before = (exported / "model.safetensors").read_bytes()
-    monkeypatch.setattr("dflow_lightning.export.model_card", lambda *_: 1 / 0)
+    monkeypatch.setattr("dflow_lightning.export.write.model_card", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export_drafter(tiny_drafter, None, tiny_target, exported)
     assert (exported / "model.safetensors").read_bytes() == before
@@ -363,7 +364,7 @@ def test_a_wrong_read_back_is_never_announced(exported, tiny_drafter, tiny_targe
             loaded.drafter.fc.weight.add_(1.0)
         return loaded
 
-    monkeypatch.setattr("dflow_lightning.export.load_export", careless)
+    monkeypatch.setattr("dflow_lightning.export.write.load_export", careless)
     with pytest.raises(RuntimeError, match="read back"):
         export_drafter(tiny_drafter, None, tiny_target, exported)
     monkeypatch.undo()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dflow_lightning import atomic
+from dflow_lightning import files
 
 SCRIPT = Path(__file__).with_name("export_process.py")
 LEFTOVER = re.compile(r"\.out\.[0-9a-f]+\.(partial|previous)")
@@ -51,16 +51,16 @@ def test_a_leftover_is_removed_and_what_is_like_it_is_not(tmp_path):
     names = [".out.1a2b.partial", ".out.77.partial", ".out.partial", ".out.b.1a.partial", ".outs"]
     for name in names:
         (tmp_path / name).mkdir()
-    with atomic.staged_folder(tmp_path / "out"):
+    with files.staged_folder(tmp_path / "out"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names[2:], "out"])
 
 
 def test_a_folder_that_is_being_written_is_left_alone(tmp_path):
     out = tmp_path / "out"
-    with atomic.staged_folder(out) as first:
+    with files.staged_folder(out) as first:
         (first / "first").touch()
-        with atomic.staged_folder(out) as second:
+        with files.staged_folder(out) as second:
             (second / "second").touch()
         assert (first / "first").exists()
         assert [path.name for path in out.iterdir()] == ["second"]
@@ -73,7 +73,7 @@ def test_what_was_set_aside_comes_back(tmp_path):
     out, aside = tmp_path / "out", tmp_path / ".out.1a2b.previous"
     aside.mkdir()
     (aside / "old").touch()
-    with pytest.raises(ZeroDivisionError), atomic.staged_folder(out):
+    with pytest.raises(ZeroDivisionError), files.staged_folder(out):
         raise ZeroDivisionError
     assert [path.name for path in out.iterdir()] == ["old"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -84,7 +84,7 @@ def test_a_link_is_replaced_and_what_it_leads_to_is_kept(tmp_path):
     real.mkdir()
     (real / "kept").touch()
     out.symlink_to(real)
-    with atomic.staged_folder(out) as folder:
+    with files.staged_folder(out) as folder:
         (folder / "new").touch()
     assert not out.is_symlink()
     assert [path.name for path in out.iterdir()] == ["new"]

@@ -10,12 +10,13 @@ import pytest
 from safetensors.torch import load_file
 from test_export import checkpoint, edit_json, edit_tensors  # noqa: F401 (a fixture)
 
-from dflow_lightning import integrity
 from dflow_lightning.__main__ import main
-from dflow_lightning.drafter_folder import load_export
 from dflow_lightning.errors import InputError
-from dflow_lightning.export import export_command, export_drafter
-from dflow_lightning.export_speculators import convert_export, export_speculators
+from dflow_lightning.export.command import export_command
+from dflow_lightning.export.speculators import convert_export, export_speculators
+from dflow_lightning.export.write import export_drafter
+from dflow_lightning.formats import integrity
+from dflow_lightning.formats.drafter_folder import load_export
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from targets import random_target
 from torch import Tensor
 
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.guards import Guards, Ranks
-from dflow_lightning.module import DrafterModule
+from dflow_lightning.run.guards import Guards, Ranks
+from dflow_lightning.training.module import DrafterModule
 
 if TYPE_CHECKING:
     from launch import Launcher, Result

@@ -8,14 +8,14 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.loss import (
+from dflow_lightning.tensors.loss import (
     LossConfig,
     LossWindow,
     dpace_weights,
     slot_weights,
+    soft_losses,
     token_losses,
 )
-from dflow_lightning.soft_targets import soft_losses
 
 
 @pytest.mark.parametrize("fast", [False, True])

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from dflow_lightning import acceptance
 from dflow_lightning.decode import SpeculativeDecoder, rounds
 from dflow_lightning.decode.state import NO_TOKEN, DecodeState
-from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.drafter import Drafter
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.tensors import acceptance
 
 # Upper 1 % points of the chi-square distribution, from its Wilson-Hilferty approximation.
 NORMAL_99 = 2.3263478740408408

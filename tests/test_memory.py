@@ -9,9 +9,9 @@ from test_module import gradients, uneven_batch, wake_relay, with_rounds
 from training import make_module
 
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.dims import DrafterConfig
-from dflow_lightning.loss import token_losses
-from dflow_lightning.module import DrafterModule, TargetConfig
+from dflow_lightning.models.dims import DrafterConfig
+from dflow_lightning.tensors.loss import token_losses
+from dflow_lightning.training.module import DrafterModule, TargetConfig
 
 BF16 = torch.bfloat16
 
@@ -133,7 +133,7 @@ def test_drafting_never_holds_more_logits_than_a_chunk(step, monkeypatch):
     whole = with_rounds(module, batch).rounds[1:]
     sizes = []
     head = module.target.head
-    monkeypatch.setattr("dflow_lightning.draft.CHUNK_BYTES", 5 * 3 * 320 * 4)  # 5 blocks
+    monkeypatch.setattr("dflow_lightning.models.draft.CHUNK_BYTES", 5 * 3 * 320 * 4)  # 5 blocks
     monkeypatch.setattr(module.target, "head", lambda part: sizes.append(len(part)) or head(part))
     in_parts = with_rounds(module, batch).rounds[1:]
     assert sizes == [5, 5, 5, 1] * 2  # 4 rows of 4 blocks, twice

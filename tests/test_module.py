@@ -12,13 +12,13 @@ from targets import random_target
 from training import make_module, rollout_of
 
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.dims import DrafterConfig
 from dflow_lightning.errors import InputError
-from dflow_lightning.loss import LossConfig, LossWindow
-from dflow_lightning.module import CHECKPOINT_KEY, DrafterModule, TargetConfig
-from dflow_lightning.optimizer import OptimizerConfig
-from dflow_lightning.relay import RelayConfig
-from dflow_lightning.rollout import OnlineRollout
+from dflow_lightning.models.dims import DrafterConfig
+from dflow_lightning.models.relay import RelayConfig
+from dflow_lightning.tensors.loss import LossConfig, LossWindow
+from dflow_lightning.training.module import CHECKPOINT_KEY, DrafterModule, TargetConfig
+from dflow_lightning.training.optimizer import OptimizerConfig
+from dflow_lightning.training.rollout import OnlineRollout
 
 K = 4
 
@@ -381,7 +381,7 @@ def test_learning_rate_of_a_run(fitted):
 
 
 def test_warm_start_takes_the_drafter_and_the_relay_of_an_export(module, tiny_target_dir, tmp_path):
-    from dflow_lightning.export import export_drafter
+    from dflow_lightning.export.write import export_drafter
 
     parts = (module.drafter, module.relay, module.target)
     export_drafter(*parts, tmp_path / "out", dtype="float32")

@@ -9,10 +9,10 @@ from test_module import K, gradients, uneven_batch, wake_relay, with_rounds
 from training import make_module
 
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.dims import DrafterConfig
-from dflow_lightning.loss import LossConfig, LossWindow
-from dflow_lightning.module import DrafterModule, TargetConfig
-from dflow_lightning.relay import Relay, RelayConfig
+from dflow_lightning.models.dims import DrafterConfig
+from dflow_lightning.models.relay import Relay, RelayConfig
+from dflow_lightning.tensors.loss import LossConfig, LossWindow
+from dflow_lightning.training.module import DrafterModule, TargetConfig
 
 KINDS = ["dpace", "kl"]
 

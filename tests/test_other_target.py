@@ -137,8 +137,8 @@ def test_a_random_llama_from_prompts_to_a_proven_export(launch, llama, tmp_path)
 
 
 def test_a_vocabulary_without_a_spare_row_needs_a_mask_id(llama):
-    from dflow_lightning.dims import DrafterConfig, DrafterDims
-    from dflow_lightning.target import FrozenTarget
+    from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+    from dflow_lightning.models.target import FrozenTarget
 
     target = FrozenTarget.load(str(llama))
     with pytest.raises(InputError, match=r"no row after the tokenizer's .* <think> \(259\)"):

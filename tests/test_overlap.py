@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflow_lightning.bench.measure import BenchSettings, prompt_seed
+from dflow_lightning.bench.overlap import PairedDecoding, answer_entropies, measure_overlap
+from dflow_lightning.bench.overlap_record import Overlap, PairedRound, TwoDrafts
 from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.errors import InputError
-from dflow_lightning.measure import BenchSettings, prompt_seed
-from dflow_lightning.overlap import PairedDecoding, answer_entropies, measure_overlap
-from dflow_lightning.overlap_record import Overlap, PairedRound, TwoDrafts
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.target import FrozenTarget
 
 PROMPTS = [Prompt(f"{f}-{i}", f, [40 + i, 60, 7 * i + 3], []) for f in ("a", "b") for i in range(2)]
 

@@ -12,8 +12,8 @@ import torch
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.package import FOLDER, MANIFEST
 from dflow_lightning.errors import InputError
-from dflow_lightning.export import export_drafter
-from dflow_lightning.relay import Relay
+from dflow_lightning.export.write import export_drafter
+from dflow_lightning.models.relay import Relay
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from training import make_module
 
-from dflow_lightning.attention import context_visible
-from dflow_lightning.blocks import Documents, draw_anchors, next_anchors, slot_labels
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.rollout import BlockLayout, Rollout
-from dflow_lightning.step_inputs import clean_forward
+from dflow_lightning.tensors.attention import context_visible
+from dflow_lightning.tensors.blocks import Documents, draw_anchors, next_anchors, slot_labels
+from dflow_lightning.training.rollout import BlockLayout, Rollout
+from dflow_lightning.training.step_inputs import clean_forward
 
 ROUNDS, K = 2, 4
 ROWS = [[19, 8, 30], [23, 31], [9, 5, 17, 11]]  # lengths of the documents of each packed row

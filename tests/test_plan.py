@@ -12,22 +12,22 @@ from targets import random_target
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dflow_lightning.blocks import Anchors
 from dflow_lightning.data.batches import TrainLoader
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.data.prepared import PreparedRow, PreparedWriter, finish
 from dflow_lightning.data.template import EncodedRow
 from dflow_lightning.data.token_rows import TokenRows
-from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
-from dflow_lightning.plan import answers, hours, make_plan, parse, sharding_of, steps
-from dflow_lightning.plan_measure import build, measured, training_step
-from dflow_lightning.plan_memory import ZERO_BUCKETS, Plan
-from dflow_lightning.plan_work import Work
-from dflow_lightning.relay import Relay, RelayInput
-from dflow_lightning.rollout import Rollout
-from dflow_lightning.step_inputs import Round, clean_forward
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.relay import Relay, RelayInput
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.plan.command import answers, hours, make_plan, parse, sharding_of, steps
+from dflow_lightning.plan.measure import build, measured, training_step
+from dflow_lightning.plan.memory import ZERO_BUCKETS, Plan
+from dflow_lightning.plan.work import Work
+from dflow_lightning.tensors.blocks import Anchors
+from dflow_lightning.training.rollout import Rollout
+from dflow_lightning.training.step_inputs import Round, clean_forward
 
 if TYPE_CHECKING:
     from launch import Launcher

@@ -7,8 +7,7 @@ import torch
 from test_module import uneven_batch, with_rounds
 from training import make_module
 
-from dflow_lightning.norm import RMSNorm
-from dflow_lightning.rope import rotate
+from dflow_lightning.models.layers import RMSNorm, rotate
 
 BF16 = torch.bfloat16
 

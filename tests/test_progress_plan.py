@@ -8,8 +8,8 @@ import pytest
 from eagle3_training import make_eagle3
 from training import make_module
 
-from dflow_lightning.progress_plan import method
-from dflow_lightning.rollout import OnlineRollout
+from dflow_lightning.run.summary import method
+from dflow_lightning.training.rollout import OnlineRollout
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_the_warm_recipe_begins_as_good_as_the_drafter_it_begins_with(
 ) -> None:
     """Step 0 of DFlow is the DFlash drafter, token for token, relay on or off."""
     from dflow_lightning.decode import SpeculativeDecoder
-    from dflow_lightning.module import DrafterModule
+    from dflow_lightning.training.module import DrafterModule
 
     target, dflash = ROOT / "data/tiny-qwen3", ROOT / "data/tiny-drafters/dflash"
     values = {

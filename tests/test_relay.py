@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from dflow_lightning.relay import Relay, align, relay_rows
+from dflow_lightning.models.relay import Relay, align, relay_rows
 
 
 def slots_by_position(start, block_size, accepted, *, first_rejected, layout):

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dflow_lightning.charts import round_up
 from dflow_lightning.errors import InputError
-from dflow_lightning.report import SAME_CONDITIONS, report_command
+from dflow_lightning.report.charts import round_up
+from dflow_lightning.report.command import report_command
+from dflow_lightning.report.conditions import SAME_CONDITIONS
 
 ENVIRONMENT = {
     "command": "dflow-train bench --drafter 'a <b>'",

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from test_report import Page
 
+from dflow_lightning.bench.overlap_record import Overlap, PairedRound, TwoDrafts
 from dflow_lightning.errors import InputError
-from dflow_lightning.overlap_record import Overlap, PairedRound, TwoDrafts
-from dflow_lightning.report import report_command
-from dflow_lightning.report_overlap import (
+from dflow_lightning.report.command import report_command
+from dflow_lightning.report.overlap_tables import (
     added,
     entropy_cells,
     paired_tables,
     slot_gains,
     unpaired_table,
 )
-from dflow_lightning.report_runs import read_curves
+from dflow_lightning.report.runs import read_curves
 
 PNG = b"\x89PNG"
 

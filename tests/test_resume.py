@@ -19,9 +19,9 @@ from processes import Plant, Server, steps_of, tensors_of, wait_until
 from resume_table import CUT, Case, compare, differences, record_of, whole_run, write_data
 from targets import random_target
 
-from dflow_lightning import checkpoint
-from dflow_lightning.checkpoint import check_disk, filled
 from dflow_lightning.errors import InputError
+from dflow_lightning.run import checkpoint
+from dflow_lightning.run.checkpoint import check_disk, filled
 
 if TYPE_CHECKING:
     from launch import Launcher

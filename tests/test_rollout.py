@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from training import make_module
 
-from dflow_lightning.acceptance import accept
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.rollout import OnlineRollout, Rollout
-from dflow_lightning.step_inputs import StepInputs, clean_forward
+from dflow_lightning.tensors.acceptance import accept
+from dflow_lightning.training.rollout import OnlineRollout, Rollout
+from dflow_lightning.training.step_inputs import StepInputs, clean_forward
 
 ROUNDS, K = 2, 4
 
@@ -238,7 +238,7 @@ def test_shapes_do_not_depend_on_the_data(step, monkeypatch):
         def fixed(drafts, chosen, always=always):
             return torch.full_like(accept(drafts, chosen), always)
 
-        monkeypatch.setattr("dflow_lightning.rollout.accept", fixed)
+        monkeypatch.setattr("dflow_lightning.training.rollout.accept", fixed)
         inputs = rolled(module, batch)
         assert shapes(inputs) == usual
         assert inputs.rounds[1].anchors.valid_BN.any() == (always == 0)

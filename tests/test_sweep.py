@@ -15,9 +15,9 @@ import pytest
 
 from dflow_lightning.__main__ import main
 from dflow_lightning.errors import InputError
-from dflow_lightning.sweep import split
-from dflow_lightning.sweep_folder import SweepFolder
-from dflow_lightning.sweep_member import Children, Member
+from dflow_lightning.sweep.command import split
+from dflow_lightning.sweep.folder import SweepFolder
+from dflow_lightning.sweep.member import Children, Member
 
 if TYPE_CHECKING:
     from launch import Launcher

@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.drafter import Drafter, start_from_target
 from dflow_lightning.errors import InputError
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.drafter import Drafter, start_from_target
+from dflow_lightning.models.target import FrozenTarget
 
 SHAPE = {
     "vocab_size": 320,

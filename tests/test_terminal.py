@@ -18,11 +18,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from dflow_lightning import __main__ as entry
-from dflow_lightning.arguments import EXAMPLES, option_types, spell_out
+from dflow_lightning.commandline.arguments import EXAMPLES, option_types, spell_out
 from dflow_lightning.completion import parsers_of_commands, script
-from dflow_lightning.progress import LINE_SECONDS, Speed, by_round, measured
-from dflow_lightning.progress_table import BestSoFar, Decoded, decoded, print_decoded
-from dflow_lightning.sweep import SweepSettings
+from dflow_lightning.run.progress import LINE_SECONDS, Speed, by_round, measured
+from dflow_lightning.run.summary import BestSoFar, Decoded, decoded, print_decoded
+from dflow_lightning.sweep.command import SweepSettings
 from dflow_lightning.terminal import (
     Screen,
     bar,
@@ -153,7 +153,7 @@ def test_a_server_ends_with_its_command(tmp_path: Path) -> None:
     """Terminated by SIGTERM, `ui` takes the server with it, and says nothing."""
     server = "import pathlib, os, time; pathlib.Path('pid').write_text(str(os.getpid())); "
     code = (
-        "import sys; from dflow_lightning.ui import serve; "
+        "import sys; from dflow_lightning.tracking.ui import serve; "
         f"serve([sys.executable, '-c', {server + 'time.sleep(600)'!r}])"
     )
     done = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE)

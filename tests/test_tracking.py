@@ -14,10 +14,10 @@ import torch
 import yaml
 from processes import free_port
 
-from dflow_lightning.module import DrafterModule
-from dflow_lightning.signals import Stopped
-from dflow_lightning.tracking import Tracking
-from dflow_lightning.tracking_logger import PARAM_LIMIT, flatten
+from dflow_lightning.run.signals import Stopped
+from dflow_lightning.tracking.callback import Tracking
+from dflow_lightning.tracking.logger import PARAM_LIMIT, flatten
+from dflow_lightning.training.module import DrafterModule
 
 if TYPE_CHECKING:
     from launch import Launcher

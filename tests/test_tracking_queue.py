@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from processes import free_port
 from tracking_server import failing_server
 
-from dflow_lightning import tracking_delivery, tracking_journal, tracking_sender, tracking_store
-from dflow_lightning.tracking import Tracking
-from dflow_lightning.tracking_journal import Destination, Journal
-from dflow_lightning.tracking_sender import Sender
+from dflow_lightning.tracking import delivery as tracking_delivery
+from dflow_lightning.tracking import journal as tracking_journal
+from dflow_lightning.tracking import sender as tracking_sender
+from dflow_lightning.tracking import store as tracking_store
+from dflow_lightning.tracking.callback import Tracking
+from dflow_lightning.tracking.journal import Destination, Journal
+from dflow_lightning.tracking.sender import Sender
 
 
 class RefusalError(Exception):
@@ -133,7 +136,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) ->
 
 def test_another_process_has_the_journal(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib, dflow_lightning.tracking_journal as t;"
+        "import sys, pathlib, dflow_lightning.tracking.journal as t;"
         "j = t.Journal(pathlib.Path(sys.argv[1]), t.Destination('key', 'fake', 'e', 'r'));"
         "print(j.mine, flush=True); sys.stdin.read()"
     )

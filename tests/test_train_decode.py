@@ -4,11 +4,11 @@ import pytest
 import torch
 from training import make_module, one_text, rollout_of, train
 
-from dflow_lightning.blocks import Anchors
 from dflow_lightning.decode import Engine, Request
 from dflow_lightning.decode.rounds import correct
-from dflow_lightning.draft import embed_blocks
-from dflow_lightning.step_inputs import Round, StepInputs, clean_forward
+from dflow_lightning.models.draft import embed_blocks
+from dflow_lightning.tensors.blocks import Anchors
+from dflow_lightning.training.step_inputs import Round, StepInputs, clean_forward
 
 
 def packed_logits(module, inputs: StepInputs):
@@ -142,7 +142,7 @@ def test_the_first_step_of_dflow_is_dflash_bit_for_bit(tiny_target_dir):
 def test_one_sentence_learned_by_heart_is_drafted_whole(tiny_target_dir, tmp_path):
     """Trained to 100 % on one text, the saved drafter gives tau = B on it."""
     from dflow_lightning.decode import SpeculativeDecoder
-    from dflow_lightning.export import export_drafter
+    from dflow_lightning.export.write import export_drafter
 
     module = make_module(tiny_target_dir, num_anchors=16)
     batch = one_text(module, [3, 5, 7, 9], 40)

@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dflow_lightning import validate_decoding, validate_folder
 from dflow_lightning.checks import FailedError, SkippedError
 from dflow_lightning.data.prompts import read_prompts
-from dflow_lightning.dims import DrafterConfig, DrafterDims
-from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
-from dflow_lightning.export import export_command, export_drafter, training_record
-from dflow_lightning.integrity import file_sha256
-from dflow_lightning.metrics import acceptance_summary
-from dflow_lightning.module import DrafterModule, TargetConfig
-from dflow_lightning.relay import RelayConfig
-from dflow_lightning.target import FrozenTarget
-from dflow_lightning.validate_export import CHECKS, validate_export
-from dflow_lightning.validate_subject import Subject, interleaved
+from dflow_lightning.export.command import export_command
+from dflow_lightning.export.validate import CHECKS, validate_export
+from dflow_lightning.export.validate_folder import Subject, interleaved
+from dflow_lightning.export.write import export_drafter, validate_decoding, validate_folder
+from dflow_lightning.formats.integrity import file_sha256
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.relay import RelayConfig
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.tensors.metrics import acceptance_summary
+from dflow_lightning.training.module import DrafterModule, TargetConfig
+from dflow_lightning.training.saved import training_record
 
 if TYPE_CHECKING:
     from launch import Launcher
@@ -273,7 +274,7 @@ def test_lossless(subject):
 
 
 def test_ties_are_excused_and_counted(subject, monkeypatch):
-    monkeypatch.setattr("dflow_lightning.equality.TIE", 1e9)
+    monkeypatch.setattr("dflow_lightning.decode.equality.TIE", 1e9)
     changed = with_decoder(subject, lambda ids, *_: [(ids[0] + 1) % 250, *ids[1:]])
     assert validate_decoding.lossless(changed)[1] == {
         "answers": 12,

@@ -3,12 +3,12 @@
 import torch
 from torch.optim import AdamW
 
-from dflow_lightning.causal_head import CausalHeadConfig
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.dims import DrafterConfig
-from dflow_lightning.module import DrafterModule, TargetConfig
-from dflow_lightning.relay import RelayConfig
-from dflow_lightning.rollout import Rollout
+from dflow_lightning.models.causal_head import CausalHeadConfig
+from dflow_lightning.models.dims import DrafterConfig
+from dflow_lightning.models.relay import RelayConfig
+from dflow_lightning.training.module import DrafterModule, TargetConfig
+from dflow_lightning.training.rollout import Rollout
 
 
 def make_module(

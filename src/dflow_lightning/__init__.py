@@ -19,6 +19,7 @@ first used, so that importing the package costs nothing.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dflow_lightning.api import TrainedRun, train
     from dflow_lightning.data.datamodule import ChatDataModule
     from dflow_lightning.decode import (
         Answer,
@@ -28,16 +29,15 @@ if TYPE_CHECKING:
         SpeculativeDecoder,
         load_decoder,
     )
-    from dflow_lightning.dims import DrafterConfig
     from dflow_lightning.errors import InputError, RunError
-    from dflow_lightning.loss import LossConfig
-    from dflow_lightning.module import DrafterModule, TargetConfig
-    from dflow_lightning.optimizer import OptimizerConfig
-    from dflow_lightning.relay import RelayConfig
-    from dflow_lightning.rollout import OnlineRollout
-    from dflow_lightning.target import FrozenTarget
-    from dflow_lightning.training_run import TrainedRun, train
-    from dflow_lightning.validation import ValidationDecoding
+    from dflow_lightning.models.dims import DrafterConfig
+    from dflow_lightning.models.relay import RelayConfig
+    from dflow_lightning.models.target import FrozenTarget
+    from dflow_lightning.tensors.loss import LossConfig
+    from dflow_lightning.training.module import DrafterModule, TargetConfig
+    from dflow_lightning.training.optimizer import OptimizerConfig
+    from dflow_lightning.training.rollout import OnlineRollout
+    from dflow_lightning.training.validation import ValidationDecoding
 
 __version__ = "0.1.0"
 __all__ = [
@@ -67,16 +67,16 @@ __all__ = [
 _HOMES = {
     "data.datamodule": ["ChatDataModule"],
     "decode": ["Answer", "Completion", "Engine", "Request", "SpeculativeDecoder", "load_decoder"],
-    "dims": ["DrafterConfig"],
+    "models.dims": ["DrafterConfig"],
     "errors": ["InputError", "RunError"],
-    "loss": ["LossConfig"],
-    "module": ["DrafterModule", "TargetConfig"],
-    "optimizer": ["OptimizerConfig"],
-    "relay": ["RelayConfig"],
-    "rollout": ["OnlineRollout"],
-    "target": ["FrozenTarget"],
-    "training_run": ["TrainedRun", "train"],
-    "validation": ["ValidationDecoding"],
+    "tensors.loss": ["LossConfig"],
+    "training.module": ["DrafterModule", "TargetConfig"],
+    "training.optimizer": ["OptimizerConfig"],
+    "models.relay": ["RelayConfig"],
+    "training.rollout": ["OnlineRollout"],
+    "models.target": ["FrozenTarget"],
+    "api": ["TrainedRun", "train"],
+    "training.validation": ["ValidationDecoding"],
 }
 
 

@@ -1,55 +1,12 @@
 """`dflow-train`: one command for training and for the tools around it."""
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from io import TextIOWrapper
 from signal import SIG_DFL, SIGINT, signal
 
+from dflow_lightning.commands import RUNS, TOOLS, load_tool
 from dflow_lightning.errors import InputError, RunError
-
-RUNS = {
-    "fit": "train a drafter from a recipe",
-    "validate": "decode validation prompts with a checkpoint, relay on and off",
-    "test": "the same on the test prompts",
-    "sweep": "run recipes times seeds one after the other, and measure each",
-    "plan": "say what a recipe needs before it is run",
-    "doctor": "check this environment, and a recipe on one batch",
-    "completion": "print a script that completes commands, options and paths",
-}
-TOOLS = {
-    "init": (
-        "dflow_lightning.embedded:init_command",
-        "write the tiny target, its prompts, drafters and recipes",
-    ),
-    "demo": ("dflow_lightning.demo:demo_command", "the same, then train, export and measure"),
-    "prepare": (
-        "dflow_lightning.data.prepare:prepare_command",
-        "let the target answer prompts, and write tokens to train on",
-    ),
-    "inspect": (
-        "dflow_lightning.data.inspect:inspect_command",
-        "show a row of data and what is learned from it",
-    ),
-    "export": ("dflow_lightning.export:export_command", "write a checkpoint in the export layout"),
-    "validate-export": (
-        "dflow_lightning.validate_export:validate_export_command",
-        "prove an exported drafter before it is served",
-    ),
-    "serve-check": (
-        "dflow_lightning.serving.check:serve_check_command",
-        "serve an exported drafter with a real engine and compare",
-    ),
-    "decode": ("dflow_lightning.decode.command:decode_command", "answer prompts speculatively"),
-    "bench": ("dflow_lightning.bench:bench_command", "measure tau and speed of drafters"),
-    "report": ("dflow_lightning.report:report_command", "turn bench results into one page"),
-    "replay": ("dflow_lightning.replay:replay_command", "see where a number was not finite"),
-    "sync": (
-        "dflow_lightning.sync:sync_command",
-        "send what a run's record has not delivered yet",
-    ),
-    "ui": ("dflow_lightning.ui:ui_command", "open the dashboard of a run"),
-}
 
 
 def usage() -> str:
@@ -70,15 +27,9 @@ def usage() -> str:
     )
 
 
-def load_tool(name: str) -> Callable[..., None]:
-    """A tool's typed function; only its module is imported."""
-    module, _, function = TOOLS[name][0].partition(":")
-    return getattr(import_module(module), function)
-
-
 def run_tool(name: str, args: list[str]) -> None:
     """Calls a tool's typed function with parsed arguments."""
-    from dflow_lightning.arguments import call_tool
+    from dflow_lightning.commandline.arguments import call_tool
 
     call_tool(name, load_tool(name), args)
 
@@ -96,23 +47,23 @@ def dispatch(args: list[str]) -> int:
 
         return completion(args[1:])
     elif command == "plan":
-        from dflow_lightning.plan import run as plan
+        from dflow_lightning.plan.command import run as plan
 
         return plan(args[1:])
     elif command == "sweep":
-        from dflow_lightning.sweep import run as sweep
+        from dflow_lightning.sweep.command import run as sweep
 
         return sweep(args[1:])
     elif command == "doctor":
-        from dflow_lightning.doctor import run as doctor
+        from dflow_lightning.doctor.command import run as doctor
 
         return doctor(args[1:])
     elif command in RUNS:
-        from dflow_lightning.cli import run
+        from dflow_lightning.run.fit import run
 
         return run(args)
     else:
-        from dflow_lightning.arguments import nearest
+        from dflow_lightning.commandline.arguments import nearest
 
         raise InputError(
             f"unknown command {command!r}{nearest(command, [*RUNS, *TOOLS])} "

@@ -12,13 +12,13 @@ from typing import Any, Literal, get_args, get_origin
 import shtab
 from jsonargparse import ActionConfigFile, capture_parser
 
-from dflow_lightning.__main__ import RUNS, TOOLS, load_tool
-from dflow_lightning.arguments import call_tool
-from dflow_lightning.cli import COMMANDS, TrainCLI
+from dflow_lightning.commandline.arguments import call_tool
+from dflow_lightning.commands import RUNS, TOOLS, load_tool
 from dflow_lightning.errors import InputError
-from dflow_lightning.plan import parse as parse_plan
-from dflow_lightning.signals import Signals
-from dflow_lightning.sweep import make_parser as sweep_parser
+from dflow_lightning.plan.command import parse as parse_plan
+from dflow_lightning.run.fit import COMMANDS, TrainCLI
+from dflow_lightning.run.signals import Signals
+from dflow_lightning.sweep.command import make_parser as sweep_parser
 
 SHELLS = ("bash", "zsh")
 # Options that are text, since a hub id will do as well, but mostly name a file or a folder.

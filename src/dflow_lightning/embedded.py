@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflow_lightning.atomic import check_writable, staged_file
 from dflow_lightning.errors import InputError
+from dflow_lightning.files import check_writable, staged_file
 
 PARTS = ("data/README.md", "data/tiny-qwen3", "data/tiny-drafters", "recipes")
 IN_WHEEL = Path(__file__).parent / "embedded"

@@ -12,8 +12,8 @@ import pytest
 from conversations import assistant, question, user
 
 from dflow_lightning.__main__ import main
-from dflow_lightning.data import generate_server
 from dflow_lightning.data.prepared import open_prepared, read_manifest
+from dflow_lightning.prepare import from_server
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "data/tiny-qwen3"
@@ -43,12 +43,12 @@ def stub():
 @pytest.fixture
 def prepare(tmp_path, capsys, monkeypatch):
     """Run the command against servers; exit status, standard output and standard error."""
-    really = generate_server.ServerOptions
+    really = from_server.ServerOptions
 
     def quick(**options):
         return really(**options, first_wait=0.01)
 
-    monkeypatch.setattr("dflow_lightning.data.prepare.ServerOptions", quick)
+    monkeypatch.setattr("dflow_lightning.prepare.command.ServerOptions", quick)
 
     def run(data, *urls, options=(), out="out"):
         capsys.readouterr()
@@ -187,7 +187,7 @@ def test_what_every_request_would_meet_stops_at_once(
             return "no"
 
     url = stub()
-    monkeypatch.setattr(generate_server.aiohttp.ClientSession, "post", lambda *_, **__: Response())
+    monkeypatch.setattr(from_server.aiohttp.ClientSession, "post", lambda *_, **__: Response())
     status, _, err = prepare(write(*questions(200)), f"{url}/v1")
     assert status == 2
     assert sentence in err

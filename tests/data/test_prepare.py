@@ -11,15 +11,15 @@ from conversations import assistant, system, user
 from pyarrow import parquet
 
 from dflow_lightning.__main__ import main
-from dflow_lightning.data import generate_engine
-from dflow_lightning.data.prepare_verify import read_on_policy
 from dflow_lightning.data.prepared import open_prepared, read_manifest
 from dflow_lightning.data.template import ChatEncoder, render_prompt
 from dflow_lightning.data.turns import written_rows
 from dflow_lightning.decode.engine import Engine
 from dflow_lightning.decode.request import Request
 from dflow_lightning.decode.state import Models
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.prepare import from_engine
+from dflow_lightning.prepare.verify import read_on_policy
 
 TINY = Path(__file__).resolve().parents[2] / "data/tiny-qwen3"
 QUESTIONS = [
@@ -279,7 +279,7 @@ def test_a_special_token_inside_an_answer_is_a_reject(
     prepare, write, tmp_path, monkeypatch, target
 ):
     start = target.tokenizer.convert_tokens_to_ids("<|im_start|>")
-    really = generate_engine.Answer
+    really = from_engine.Answer
 
     for bad, sentence in (
         (start, "'<|im_start|>' stands inside it"),
@@ -289,7 +289,7 @@ def test_a_special_token_inside_an_answer_is_a_reject(
         def answer(token_ids, finished, bad=bad):
             return really([token_ids[0], bad, *token_ids[1:]], finished)
 
-        monkeypatch.setattr(generate_engine, "Answer", answer)
+        monkeypatch.setattr(from_engine, "Answer", answer)
         status, _, err = prepare(write(*QUESTIONS[:1]), out=f"out{bad}")
         assert status == 2
         assert sentence in err
@@ -318,8 +318,8 @@ def test_another_source_template_or_code_is_another_folder(prepare, write, monke
     assert "source.sha256" in prepare(data)[2]
     write(*QUESTIONS[:2])
     assert "enable_thinking False and is now asked for True" in prepare(data, "--thinking")[2]
-    monkeypatch.setattr("dflow_lightning.data.prepare_run.code_version", lambda: "9")
-    assert "code_version" in prepare(data)[2]
+    monkeypatch.setattr("dflow_lightning.prepare.run.ROWS_VERSION", 9)
+    assert "rows_version" in prepare(data)[2]
 
 
 def test_an_unfinished_run_with_other_settings(prepare, write, tmp_path, monkeypatch):
@@ -415,7 +415,7 @@ def test_agreement_is_that_of_single_rows(target):
     """The batched pass against one row at a time, position by position."""
     import torch
 
-    from dflow_lightning.data.prepare_verify import on_policy
+    from dflow_lightning.prepare.verify import on_policy
 
     rows = []
     for n in range(5):

@@ -7,7 +7,7 @@ import pytest
 
 from dflow_lightning.decode.command import decode_command
 from dflow_lightning.errors import InputError
-from dflow_lightning.export import export_drafter
+from dflow_lightning.export.write import export_drafter
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.dims import DrafterConfig
-from dflow_lightning.module import DrafterModule, TargetConfig
-from dflow_lightning.relay import RelayConfig
-from dflow_lightning.rollout import Rollout
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.dims import DrafterConfig
+from dflow_lightning.models.relay import RelayConfig
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.training.module import DrafterModule, TargetConfig
+from dflow_lightning.training.rollout import Rollout
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 2

@@ -28,12 +28,12 @@ import torch
 
 from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.decode import Completion, SpeculativeDecoder
-from dflow_lightning.dims import DrafterConfig
-from dflow_lightning.drafter_folder import LoadedDrafter, load_export
-from dflow_lightning.engine_contract import check_contract
-from dflow_lightning.equality import TIE, first_difference
-from dflow_lightning.export_speculators import convert_export
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.decode.equality import TIE, first_difference
+from dflow_lightning.export.speculators import convert_export
+from dflow_lightning.formats.drafter_folder import LoadedDrafter, load_export
+from dflow_lightning.formats.engine_contract import check_contract
+from dflow_lightning.models.dims import DrafterConfig
+from dflow_lightning.models.target import FrozenTarget
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / ".venv-interop/bin/python"
@@ -226,8 +226,8 @@ def saved_decodes(case: Case) -> str:
 
 
 def saved_starts_training(case: Case) -> str:
-    from dflow_lightning.module import DrafterModule, TargetConfig
-    from dflow_lightning.relay import RelayConfig
+    from dflow_lightning.models.relay import RelayConfig
+    from dflow_lightning.training.module import DrafterModule, TargetConfig
 
     assert case.zlab
     dims = case.loaded.drafter.dims

@@ -16,9 +16,9 @@ from recompute import Recompute, Verdict, compare_run
 
 from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.equality import EqualityCheck
+from dflow_lightning.decode.equality import EqualityCheck
+from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.serving.check import Counts
-from dflow_lightning.target import FrozenTarget
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent

@@ -12,9 +12,9 @@ import torch
 from bench import ARMS, DRAFTERS, TARGET, VLLM, Arm, Bench, counts
 from safetensors.torch import load_file, save_file
 
-from dflow_lightning.metrics import acceptance_summary
 from dflow_lightning.serving.check import own_counts
 from dflow_lightning.serving.server import ServerSettings, VllmServer
+from dflow_lightning.tensors.metrics import acceptance_summary
 
 TIES = "a tie: the first difference lies where the two logits are within 1e-4 in float64"
 

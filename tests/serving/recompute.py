@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dflow_lightning.drafter_folder import load_export
-from dflow_lightning.equality import TIE
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.decode.equality import TIE
+from dflow_lightning.formats.drafter_folder import load_export
+from dflow_lightning.models.target import FrozenTarget
 
 
 @dataclass

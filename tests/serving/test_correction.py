@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dflow_lightning.relay import Relay, align
+from dflow_lightning.models.relay import Relay, align
 from dflow_lightning.serving.vllm.correction import Verified, correction, rejected_rows
 
 K, D = 6, 4

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflow_lightning.errors import InputError
+from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.serving import vllm as plugin
 from dflow_lightning.serving.vllm import cpu_fixes, preflight
 from dflow_lightning.serving.vllm.folder import local_folder, read_folder
 from dflow_lightning.serving.vllm.versions import release, unsupported
-from dflow_lightning.target import FrozenTarget
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "data/tiny-qwen3"

@@ -24,8 +24,8 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any, TextIO
 
-from dflow_lightning.data.conversations_files import MAX_ROW, raw_rows
-from dflow_lightning.data.conversations_shapes import (
+from dflow_lightning.data.files import MAX_ROW, raw_rows
+from dflow_lightning.data.shapes import (
     Conversation,
     Reject,
     RejectedError,

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch.distributed
 from lightning.pytorch import LightningDataModule
-from transformers import AutoTokenizer
 
 from dflow_lightning.data.batches import HeldOutLoader, TrainLoader
 from dflow_lightning.data.prompts import Prompt, first_per_family, make_prompts, prepared_prompts
@@ -22,6 +21,7 @@ from dflow_lightning.data.token_rows import (
     RowSource,
     TokenRows,
 )
+from dflow_lightning.data.tokenizer import load_tokenizer
 from dflow_lightning.data.turns import Supervise
 from dflow_lightning.errors import InputError
 
@@ -283,28 +283,6 @@ def check_sets(paths: list[Path], weights: list[float] | None) -> None:
         )
     if not all(0 < weight < float("inf") for weight in weights):
         raise InputError(f"data.train_weights are {weights}; give positive numbers")
-
-
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a folder or of a hub id.
-
-    Raises:
-        InputError: there is none.
-    """
-    folder = Path(path).expanduser()
-    # A missing folder that reads like a hub id would be looked up over the network, slowly.
-    if not folder.exists() and (path.count("/") != 1 or folder.parent.exists()):
-        raise InputError(
-            f"model.target.path: {path} does not exist; give a model folder or a hub id"
-        )
-    try:
-        return AutoTokenizer.from_pretrained(folder if folder.exists() else path)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"model.target.path: {path} has no tokenizer that can be loaded ({reason}); "
-            "give the folder of a model with its tokenizer, or a hub id"
-        ) from error
 
 
 def _ranks() -> dict[str, int]:

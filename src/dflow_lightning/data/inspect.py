@@ -10,13 +10,13 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from dflow_lightning.blocks import draw_anchors
 from dflow_lightning.data.conversations import Conversation, Reject, parse_conversations
-from dflow_lightning.data.prepare_target import load_tokenizer, tokenizer_sha256
 from dflow_lightning.data.prepared import is_prepared, open_prepared, read_manifest
 from dflow_lightning.data.template import ChatEncoder, EncodedRow
+from dflow_lightning.data.tokenizer import load_tokenizer, tokenizer_sha256
 from dflow_lightning.data.turns import Supervise, written_rows
 from dflow_lightning.errors import InputError
+from dflow_lightning.tensors.blocks import draw_anchors
 from dflow_lightning.terminal import print_json, screen
 
 SUPERVISED = "bold green"
@@ -54,7 +54,7 @@ def inspect_command(
     conversation = find_row(data, row)
     if target is None:
         raise InputError("target is missing: give --target")
-    tokenizer = load_tokenizer(target)
+    tokenizer = load_tokenizer(target, "target")
     encoder = ChatEncoder(tokenizer, enable_thinking=thinking)
     try:
         show_conversation(f"row {row} of {data}", conversation, encoder, supervise, put=put)
@@ -102,7 +102,7 @@ def _show_prepared(folder: Path, target: str | None, row: int, put: Put) -> None
     manifest, rows = read_manifest(folder), open_prepared(folder)
     if not 1 <= row <= len(rows):
         raise InputError(f"row is {row}; {folder} has rows 1 to {len(rows)}")
-    tokenizer = load_tokenizer(target or manifest["target"]["name"])
+    tokenizer = load_tokenizer(target or manifest["target"]["name"], "target")
     if tokenizer_sha256(tokenizer) != manifest["tokenizer_sha256"]:
         raise InputError(
             f"target: the tokenizer is not the one that {folder} was prepared with "

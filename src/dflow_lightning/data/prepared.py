@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.integrity import file_sha256
+from dflow_lightning.formats.integrity import file_sha256
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -12,9 +12,9 @@ import numpy as np
 
 from dflow_lightning.data import rows as rows_of_files
 from dflow_lightning.data.conversations import parse_conversations
-from dflow_lightning.data.conversations_shapes import Conversation
 from dflow_lightning.data.prepared import MANIFEST, count_shared, is_prepared, read_manifest
 from dflow_lightning.data.rows import Row, read_rows
+from dflow_lightning.data.shapes import Conversation
 from dflow_lightning.data.template import ChatEncoder, EncodedRow
 from dflow_lightning.data.token_rows import PreparedRows, last_answer
 from dflow_lightning.data.turns import Supervise, written_rows
@@ -80,7 +80,7 @@ def check_manifest(rows: PreparedRows, encoder: ChatEncoder, field: str) -> None
     Raises:
         InputError: naming what differs.
     """
-    from dflow_lightning.data.prepare_target import template_sha256, tokenizer_sha256
+    from dflow_lightning.data.tokenizer import template_sha256, tokenizer_sha256
 
     manifest = read_manifest(rows.folder, field)
     tokenizer = encoder.tokenizer

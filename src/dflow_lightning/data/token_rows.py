@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dflow_lightning.blocks import Documents
 from dflow_lightning.data.prepared import open_prepared
 from dflow_lightning.data.template import EncodedRow
+from dflow_lightning.tensors.blocks import Documents
 
 
 class Batch(NamedTuple):

@@ -13,8 +13,8 @@ from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.steps import Backend
 from dflow_lightning.decode.tree import check_settings
 from dflow_lightning.errors import InputError
-from dflow_lightning.metrics import acceptance_summary
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.tensors.metrics import acceptance_summary
 
 
 def decode_command(

@@ -11,13 +11,13 @@ from dflow_lightning.decode.request import Answer, Completion, Request, Update
 from dflow_lightning.decode.state import Models
 from dflow_lightning.decode.steps import Backend, Steps
 from dflow_lightning.decode.tree import check_settings
-from dflow_lightning.drafter_folder import load_export
-from dflow_lightning.eagle3 import AnyDrafter
 from dflow_lightning.errors import InputError
-from dflow_lightning.relay import Relay
-from dflow_lightning.relay_folder import read_config
+from dflow_lightning.formats.drafter_folder import load_export
+from dflow_lightning.formats.relay_folder import read_config
+from dflow_lightning.models.eagle3 import AnyDrafter
+from dflow_lightning.models.relay import Relay
+from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.stopwatch import RoundTimer
-from dflow_lightning.target import FrozenTarget
 
 CAPACITY_STEP = 128  # engines are made for a multiple of this many tokens, to be used again
 

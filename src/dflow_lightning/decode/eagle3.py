@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.decode.state import DecodeState, Models
-from dflow_lightning.drafter import ContextKV
-from dflow_lightning.eagle3 import Eagle3Drafter, Unroll
+from dflow_lightning.models.drafter import ContextKV
+from dflow_lightning.models.eagle3 import Eagle3Drafter, Unroll
 
 
 def draft(models: Models, state: DecodeState, choose: Callable[[Tensor, int], Tensor]) -> Tensor:

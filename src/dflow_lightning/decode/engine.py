@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dflow_lightning.acceptance import Sampling
 from dflow_lightning.decode import rounds
 from dflow_lightning.decode.flight import Flight
 from dflow_lightning.decode.request import Completion, Request, Update
@@ -28,6 +27,7 @@ from dflow_lightning.decode.steps import Backend, Steps, rounded_length
 from dflow_lightning.decode.tree import check_tree
 from dflow_lightning.errors import InputError
 from dflow_lightning.stopwatch import RoundTimer
+from dflow_lightning.tensors.acceptance import Sampling
 
 Acceptance = Literal["match", "rejection"]
 MODES = (Mode(), Mode(sampled=True), Mode(sampled=True, filtered=True))

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflow_lightning.blocks import slot_inputs
 from dflow_lightning.decode import rounds
 from dflow_lightning.decode.rounds import Drafts, Mode
 from dflow_lightning.decode.state import DecodeState, Models, empty_relay
-from dflow_lightning.draft import best, draft_hidden
-from dflow_lightning.drafter import ContextKV, Drafter
 from dflow_lightning.errors import InputError
-from dflow_lightning.relay import Relay, RelayInput
+from dflow_lightning.models.draft import best, draft_hidden
+from dflow_lightning.models.drafter import ContextKV, Drafter
+from dflow_lightning.models.relay import Relay, RelayInput
+from dflow_lightning.tensors.blocks import slot_inputs
 
 FOLDER = "decode"
 PACKAGE = "draft.pt2"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.metrics import acceptance_summary
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.tensors.metrics import acceptance_summary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dflow_lightning.acceptance import (
+from dflow_lightning.decode import eagle3, tree
+from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
+from dflow_lightning.models.draft import draft_hidden, embed_blocks, embedding, relay_correction
+from dflow_lightning.models.eagle3 import Eagle3Drafter
+from dflow_lightning.models.relay import align
+from dflow_lightning.tensors.acceptance import (
     Sampling,
     accept,
     accept_or_resample,
@@ -24,12 +29,7 @@ from dflow_lightning.acceptance import (
     probabilities,
     rejected_token,
 )
-from dflow_lightning.blocks import slot_positions
-from dflow_lightning.decode import eagle3, tree
-from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
-from dflow_lightning.draft import draft_hidden, embed_blocks, embedding, relay_correction
-from dflow_lightning.eagle3 import Eagle3Drafter
-from dflow_lightning.relay import align
+from dflow_lightning.tensors.blocks import slot_positions
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflow_lightning.acceptance import Sampling, position_uniforms
 from dflow_lightning.decode.request import Request
-from dflow_lightning.drafter import ContextKV
-from dflow_lightning.eagle3 import AnyDrafter, Eagle3Drafter
-from dflow_lightning.relay import Relay, RelayInput
-from dflow_lightning.slot_cache import SlotCache
-from dflow_lightning.target import FrozenTarget
+from dflow_lightning.models.drafter import ContextKV
+from dflow_lightning.models.eagle3 import AnyDrafter, Eagle3Drafter
+from dflow_lightning.models.relay import Relay, RelayInput
+from dflow_lightning.models.slot_cache import SlotCache
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.tensors.acceptance import Sampling, position_uniforms
 
 NO_TOKEN = -1
 

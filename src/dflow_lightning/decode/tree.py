@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.decode.state import Models
-from dflow_lightning.drafter import Drafter
 from dflow_lightning.errors import InputError
-from dflow_lightning.slot_cache import SlotCache
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.slot_cache import SlotCache
 
 MOST_NODES = 256
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dflow_lightning.bench import suite_path
+from dflow_lightning.bench.command import suite_path
 from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.equality import EqualityCheck
+from dflow_lightning.decode.equality import EqualityCheck
 from dflow_lightning.errors import InputError
+from dflow_lightning.export.validate_folder import interleaved
+from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.serving.server import ServerSettings, VllmServer
-from dflow_lightning.target import FrozenTarget
-from dflow_lightning.validate_subject import interleaved
 
 TOLERANCE = 0.05  # of tau, relative
 RELAY_ON = "DFlow relay: on"  # what the plug-in writes into the engine's log

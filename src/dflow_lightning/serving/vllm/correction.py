@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflow_lightning.relay import Relay, relay_rows
+from dflow_lightning.models.relay import Relay, relay_rows
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflow_lightning import integrity
 from dflow_lightning.errors import InputError
-from dflow_lightning.relay import Relay
-from dflow_lightning.relay_folder import load_relay, read_config
+from dflow_lightning.formats import integrity
+from dflow_lightning.formats.relay_folder import load_relay, read_config
+from dflow_lightning.models.relay import Relay
 
 
 @dataclass(frozen=True)

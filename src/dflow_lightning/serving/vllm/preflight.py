@@ -15,8 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.fingerprint import weights_fingerprint
-from dflow_lightning.relay_folder import read_config
+from dflow_lightning.formats.relay_folder import read_config
+from dflow_lightning.models.fingerprint import weights_fingerprint
 from dflow_lightning.serving.vllm.folder import FoundRelay, local_folder, read_folder
 
 SWITCH = "dflow_relay"

@@ -1,0 +1,1 @@
+"""`dflow-train bench`: tau, acceptance and speed of drafters."""

@@ -1,0 +1,180 @@
+"""The prompts of a bench: embedded, of benchmark tasks, or of a file."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflow_lightning.bench.row import template_hash
+from dflow_lightning.data.prompts import Prompt, read_prompts
+from dflow_lightning.data.tasks import (
+    TASKS,
+    TaskRow,
+    conversation_prompts,
+    digest,
+    read_turns,
+    select,
+    task_prompts,
+)
+from dflow_lightning.data.template import ChatEncoder
+from dflow_lightning.decode import SpeculativeDecoder
+from dflow_lightning.errors import InputError
+from dflow_lightning.models.target import FrozenTarget
+
+TINY_SUITE = Path("prompts/test.jsonl")  # beside the weights of the embedded target
+ANSWERED_TOGETHER = 8  # first turns, when the second ones are asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteChoice:
+    """What prompts are wanted.
+
+    Args:
+        name: `tiny`, `all`, tasks separated by commas, or a JSONL file.
+        folder: with a file for each task; None reads tasks from the hub.
+        limit: conversations of each task, drawn with seed 42; of each family of a file.
+        per_family: the same for `tiny` and files, where `limit` is None.
+        max_new_tokens: length of the target's answers, for tasks of several turns.
+    """
+
+    name: str
+    folder: Path | None = None
+    limit: int | None = None
+    per_family: int | None = None
+    thinking: bool = False
+    max_new_tokens: int = 128
+
+    @property
+    def tasks(self) -> list[str]:
+        """The benchmark tasks that are named; none for a file."""
+        if self.name == "all":
+            return list(TASKS)
+        names = self.name.split(",")
+        return names if any(name in TASKS for name in names) else []
+
+    def check(self) -> None:
+        """Raise `InputError` for what can be seen before the target is loaded."""
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"limit is {self.limit}; give 1 or more")
+        if self.folder is not None and not self.tasks:
+            raise InputError(
+                f"suite_dir is given but suite {self.name} names no task; choose of "
+                f"{', '.join(TASKS)} or all"
+            )
+        if len(set(self.tasks)) < len(self.tasks):
+            raise InputError(f"suite {self.name} names a task twice; name each once")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Prompts, and what has to be known to compare numbers that come from them.
+
+    Args:
+        left_out: turns a task that do not fit the target's context.
+    """
+
+    name: str
+    prompts: list[Prompt]
+    digest: str
+    thinking: bool
+    template: str
+    sources: dict[str, str]
+    left_out: dict[str, int]
+
+    def lines(self) -> list[str]:
+        """For people: what is asked, and how."""
+        families = [prompt.family for prompt in self.prompts]
+        counts = ", ".join(f"{name} {families.count(name)}" for name in dict.fromkeys(families))
+        lines = [
+            f"suite {self.name} ({self.digest}): {counts} prompts",
+            f"template {self.template}, thinking {'on' if self.thinking else 'off'}",
+        ]
+        if self.left_out:
+            named = ", ".join(f"{name} {count}" for name, count in self.left_out.items())
+            lines.append(f"left out, longer than the target's context: {named}")
+        return lines
+
+
+def suite_path(suite: str, target: str) -> Path:
+    """The file a suite's name stands for."""
+    if suite != "tiny":
+        return Path(suite)
+    path = Path(target) / TINY_SUITE
+    if not path.is_file():
+        raise InputError(
+            f"suite: {target} holds no {TINY_SUITE}, which the suite tiny reads; give a JSONL file"
+        )
+    return path
+
+
+def read_suite(choice: SuiteChoice, target: FrozenTarget, decoder: SpeculativeDecoder) -> Suite:
+    """All prompts of a suite.
+
+    Later turns of a conversation stand behind what the target itself says at temperature 0,
+    decoded plainly; so every drafter and temperature is asked the same.
+
+    Raises:
+        InputError: the suite cannot be read, or a prompt does not fit.
+    """
+    encoder = ChatEncoder(target.tokenizer, enable_thinking=choice.thinking)
+    room = target.config.max_position_embeddings - 1
+
+    def answer(prompts: list[list[int]]) -> list[str]:
+        completions = decoder.generate_plain(
+            prompts,
+            max_new_tokens=choice.max_new_tokens,
+            batch_size=min(ANSWERED_TOGETHER, len(prompts)),
+        )
+        decode = target.tokenizer.decode
+        return [decode(one.token_ids, skip_special_tokens=True) for one in completions]
+
+    def suite(prompts: list[Prompt], digest: str, sources: dict, left_out: dict) -> Suite:
+        template = template_hash(target.tokenizer)
+        return Suite(
+            choice.name, prompts, digest, choice.thinking, template, sources, left_out
+        )  # fmt: skip
+
+    if choice.tasks:
+        found = task_prompts(
+            choice.tasks, encoder, limit=choice.limit, suite_dir=choice.folder, max_length=room,
+            answer=answer,
+        )  # fmt: skip
+        return suite(found.prompts, found.digest, found.sources, found.left_out)
+    path = suite_path(choice.name, target.name)
+    if _has_turns(path):
+        rows = _chosen(read_turns(path, path.stem, field="suite"), choice.limit, encoder, room)
+        prompts, left_out = conversation_prompts(rows, encoder, max_length=room, answer=answer)
+        return suite(prompts, digest(rows), {path.stem: str(path)}, left_out)
+    prompts = read_prompts(
+        target.tokenizer,
+        path,
+        enable_thinking=choice.thinking,
+        per_family=choice.per_family if choice.limit is None else choice.limit,
+        max_length=room,
+        field="suite",
+    )
+    content = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return suite(prompts, content, {choice.name: str(path)}, {})
+
+
+def _chosen(
+    rows: Sequence[TaskRow], limit: int | None, encoder: ChatEncoder, room: int
+) -> list[TaskRow]:
+    """`limit` conversations of each family."""
+    families = dict.fromkeys(row.family for row in rows)
+    chosen = (
+        select([row for row in rows if row.family == name], limit, encoder, room)
+        for name in families
+    )
+    return [row for some in chosen for row in some]
+
+
+def _has_turns(path: Path) -> bool:
+    """Whether a file holds conversations to be held, `turns`, instead of prompts."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            record = json.loads(next((line for line in file if line.strip()), ""))
+    except (OSError, ValueError):
+        return False  # whoever reads the file says what is wrong with it
+    return isinstance(record, dict) and "turns" in record and "prompt" not in record

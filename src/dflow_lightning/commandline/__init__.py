@@ -1,0 +1,1 @@
+"""Arguments of tools, and recipes with their bases."""

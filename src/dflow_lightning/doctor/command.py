@@ -1,0 +1,100 @@
+"""`dflow-train doctor`: will a training run here, and does it compute what it should?
+
+Without a recipe the environment alone (`doctor_environment`), in seconds. With `--config` also its
+data and target (`doctor_recipe`) and, on one batch, what a mistake would spoil without an error
+(`doctor_model`). Each check is one line; none keeps the others from running.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflow_lightning.checks import Check
+from dflow_lightning.doctor.check import Step, run_checks, run_one
+from dflow_lightning.doctor.environment import ENVIRONMENT, Environment
+from dflow_lightning.terminal import labelled, print_json
+
+USAGE = """usage: dflow-train doctor [--config RECIPE [--key value ...]] [--json]
+
+Check this environment and, with a recipe, everything that it needs, on one batch.
+
+  -c, --config RECIPE    a recipe, then overlays; keys and values as for fit
+  --json                 print one JSON object instead of lines
+
+Each line is ok, warn, FAIL or skip, and says how to mend what it found. Exit status 0 when nothing
+failed, warnings included, and 1 otherwise.
+
+example:
+  dflow-train doctor --config recipes/tiny-dflow.yaml"""
+
+
+def run(args: Sequence[str]) -> int:
+    """Print the checks of a command line; returns the exit status."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options, rest = parser.parse_known_args(list(args))
+    if options.help:
+        print(USAGE)
+        return 0
+    checks = []
+    for check in examine(rest):
+        if not options.json:
+            print(line(check), flush=True)
+        checks.append(check)
+    failed, doubts = (sum(one.status == kind for one in checks) for kind in ("FAIL", "warn"))
+    if options.json:
+        rows = [{"name": c.name, "status": c.status, "detail": c.detail} for c in checks]
+        found = {"ok": not failed, "checks": rows}
+        print_json(found)
+    else:
+        print(f"\n{len(checks)} checks, {failed} failed, {doubts} warnings")
+    return 1 if failed else 0
+
+
+def line(check: Check) -> str:
+    """One line; on a terminal it is folded, so that the columns stay."""
+    return labelled(f"{check.status:<5} {check.name:<14} ", check.detail)
+
+
+def examine(args: Sequence[str]) -> Iterator[Check]:
+    """All checks of a recipe's command line; those of the environment where it is empty."""
+    if not args:
+        yield from run_checks(ENVIRONMENT, Environment())
+        return
+    recipe, read = read_recipe(args)
+    environment = Environment() if recipe is None else Environment(recipe, run_dir(recipe, args))
+    yield from run_checks(ENVIRONMENT, environment)
+    yield read
+    if recipe is not None:
+        from dflow_lightning.doctor.models import MODEL
+        from dflow_lightning.doctor.recipe import RECIPE, Preflight
+
+        yield from run_checks(RECIPE | MODEL, Preflight(environment))
+
+
+def read_recipe(args: Sequence[str]) -> tuple[Any, Check]:
+    """The recipe as `fit` reads it; None where it cannot be read, which the check then says."""
+    found: list[Any] = []
+
+    def read(_: Any) -> str:
+        from dflow_lightning.plan.command import parse
+        from dflow_lightning.run.fit import quiet
+
+        quiet()
+        found.append(parse(args))
+        return "all keys are known, all values of the right kind"
+
+    check = run_one("recipe", Step(read), None)
+    return (found[0] if found else None), check
+
+
+def run_dir(recipe: Any, args: Sequence[str]) -> Path:
+    """Where `fit` would write."""
+    from dflow_lightning.run.fit import default_run_dir, recipe_name
+
+    given = recipe.run_dir or recipe.trainer.default_root_dir
+    return Path(given or default_run_dir(recipe_name(args), None, fresh=True))

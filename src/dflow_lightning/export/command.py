@@ -1,0 +1,81 @@
+"""`dflow-train export`: a checkpoint to the folder that engines load."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from dflow_lightning.errors import InputError
+from dflow_lightning.export.write import check_replaceable, export_drafter
+from dflow_lightning.models.eagle3 import Eagle3Drafter
+from dflow_lightning.terminal import labelled, print_json
+from dflow_lightning.training.saved import read_recipe
+
+
+def export_command(
+    *,
+    checkpoint: Path,
+    out: Path,
+    format: Literal["dflash", "speculators"] = "dflash",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    compile: bool = False,
+    target: str | None = None,
+    register: bool = True,
+    register_as: str | None = None,
+    json: bool = False,
+) -> None:
+    """Write the folder that SGLang, vLLM and `dflow-train decode` load.
+
+    Args:
+        checkpoint: a checkpoint file written by `dflow-train fit`.
+        out: folder to write; an earlier export there is replaced in one step.
+        format: `dflash` is the layout of published DFlash drafters; `speculators` that of the
+            library of this name, which vLLM reads too, but not `dflow-train decode` and SGLang.
+        dtype: how the weights are stored.
+        compile: add `decode/draft.pt2`, the draft step with relay compiled for this kind of device
+            (`dflow-train decode --backend package`); about a minute.
+        target: where the target is now, if not where it was trained with.
+        register: add it to the tracking store of its run, as a version of a model.
+        register_as: the model's name there; by default the experiment's and the target's.
+        json: print one JSON object instead of a line.
+    """
+    check_replaceable(out)
+    recipe = read_recipe(checkpoint)
+    from dflow_lightning.training.saved import load_trained  # Lightning, which reading never needs
+
+    write: Any = partial(export_drafter, compile=compile)
+    if format == "speculators":
+        if compile:
+            raise InputError("compile: only the format dflash holds a package; leave one out")
+        from dflow_lightning.export.speculators import export_speculators
+
+        write = export_speculators
+    module = load_trained(checkpoint, target=target)
+    if isinstance(module.drafter, Eagle3Drafter) and (compile or format != "dflash"):
+        option = "compile" if compile else f"format {format}"
+        raise InputError(
+            f"{option}: an EAGLE-3 drafter has one format and no package; leave it out"
+        )
+    write(
+        module.drafter,
+        module.relay,
+        module.target,
+        out,
+        first_rejected=module.first_rejected,
+        dtype=dtype,
+        recipe=recipe,
+    )
+    size = sum(path.stat().st_size for path in out.rglob("*.safetensors"))
+    drafts = module.drafter.dims.block_size - 1
+    if json:
+        facts = {"out": str(out), "format": format, "dtype": dtype, "weight_bytes": size}
+        print_json(facts | {"relay": module.relay is not None, "num_speculative_tokens": drafts})
+    else:
+        relay = "with relay" if module.relay else "no relay"
+        relay += ", with carryover" if module.drafter.carryover is not None else ""
+        said = f"{dtype}, {size / 1e6:.1f} MB, {relay}; num_speculative_tokens is {drafts}"
+        print(labelled("", f"exported to {out}: {said}"))
+    if register:  # last: the export is good whatever becomes of its record
+        from dflow_lightning.tracking.registry import register_export
+
+        register_export(checkpoint, out, register_as, paper=sys.stderr if json else sys.stdout)

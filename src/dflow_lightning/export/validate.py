@@ -1,0 +1,121 @@
+"""`dflow-train validate-export`: is a folder what was trained, and what engines expect?
+
+Everything is read from the files again. Each check is one line, and none keeps the others from
+running:
+
+    files            JSON, tensor names, shapes, dtypes, checksums; nothing to unpickle or to run
+    engine contract  what the loaders of SGLang and vLLM ask of the folder
+    config           against the target: sizes, taps, mask token, RoPE
+    tap fingerprint  the target's tapped layers give what they gave at the export
+    checkpoint       weights and draft logits are bit for bit those of the checkpoint, rounded to
+                     the stored dtype
+    lossless         answers equal plain decoding, relay on and off, at temperatures 0 and 1
+    compiled         the compiled decoder gives what the eager one gives, token for token
+    package          the same for the draft step in decode/draft.pt2
+    tau              real decoding beside what validation measured during training
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from dflow_lightning import files
+from dflow_lightning.bench.command import versions
+from dflow_lightning.bench.suite import suite_path
+from dflow_lightning.checks import Check, Found, outcome
+from dflow_lightning.data.prompts import read_prompts
+from dflow_lightning.errors import InputError
+from dflow_lightning.export import validate_decoding, validate_folder
+from dflow_lightning.export.validate_folder import Subject, interleaved
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.terminal import STDOUT, labelled, print_json
+from dflow_lightning.training.saved import read_checkpoint
+
+CHECKS: dict[str, Callable[[Subject], Found]] = {
+    "files": validate_folder.files,
+    "engine contract": validate_folder.engine_contract,
+    "config": validate_folder.config,
+    "tap fingerprint": validate_folder.taps,
+    "checkpoint": validate_folder.checkpoint,
+    "lossless": validate_decoding.lossless,
+    "compiled": validate_decoding.compiled,
+    "package": validate_decoding.package,
+    "tau": validate_decoding.tau,
+}
+
+
+def validate_export_command(
+    *,
+    drafter: Path,
+    target: str,
+    checkpoint: Path | None = None,
+    num_prompts: int = 12,
+    suite: str = "tiny",
+    max_new_tokens: int = 64,
+    json: Path | None = None,
+) -> None:
+    """Prove an exported drafter before it is served; one line a check, status 1 if one fails.
+
+    Args:
+        drafter: folder of the export.
+        target: hub id or folder of the target.
+        checkpoint: the checkpoint file it was exported from, to compare weights and logits.
+        num_prompts: prompts for the lossless check.
+        suite: `tiny` (the embedded target's test prompts) or a JSONL file of prompts.
+        max_new_tokens: upper limit of their answers.
+        json: also write the checks to this file; without a name (or as `-`) to standard output,
+            and the lines to standard error.
+    """
+    for name, value in {"num_prompts": num_prompts, "max_new_tokens": max_new_tokens}.items():
+        if value < 1:
+            raise InputError(f"{name} is {value}; give 1 or more")
+    if not drafter.is_dir():
+        raise InputError(f"drafter: {drafter} is no folder; give one that dflow-train export wrote")
+    paper = sys.stderr if json == STDOUT else sys.stdout
+    if json is not None and json != STDOUT:
+        files.check_writable(json, "json")
+    content = None if checkpoint is None else read_checkpoint(checkpoint)
+    if content is not None and "dflow" not in content:
+        raise InputError(
+            f"checkpoint: {checkpoint} was not written by dflow-train; give a .ckpt file of a run"
+        )
+    path = suite_path(suite, target)
+    frozen = FrozenTarget.load(target)
+    limit = frozen.config.max_position_embeddings - 1
+    prompts = read_prompts(frozen.tokenizer, path, max_length=limit, field="suite")
+    subject = Subject(
+        drafter, frozen, interleaved(prompts)[:num_prompts], max_new_tokens, path, content
+    )
+    checks = []
+    for check in validate_export(subject):
+        said = labelled(f"{check.status:<5} {check.name:<16} ", check.detail, paper)
+        print(said, file=paper, flush=True)
+        checks.append(check)
+    failed = any(check.status == "FAIL" for check in checks)
+    if json is not None:
+        about = {"drafter": str(drafter), "target": frozen.name, "versions": versions()}
+        rows = [asdict(check) for check in checks]
+        content = about | {"ok": not failed, "checks": rows}
+        if json == STDOUT:
+            print_json(content)
+        else:
+            files.write_text(json, jsonlib.dumps(content, indent=1) + "\n")
+    if failed:
+        raise SystemExit(1)
+
+
+def validate_export(subject: Subject) -> Iterator[Check]:
+    """Run all checks, one after the other; a drafter that does not load fails the first one."""
+    unusable = None
+    for name, check in CHECKS.items():
+        if unusable and check is not validate_folder.engine_contract:
+            yield Check(name, "skip", unusable)
+            continue
+        found = outcome(name, check, subject)
+        if check is validate_folder.files and found.status == "FAIL":
+            unusable = "the drafter does not load"
+        yield found

@@ -1,0 +1,1 @@
+"""The folders that engines and other packages read: names, keys, shapes and hashes."""

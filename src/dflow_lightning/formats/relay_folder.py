@@ -1,0 +1,148 @@
+"""Reading the files of an export, strictly, with torch and safetensors alone.
+
+The decoder reads a drafter through this, and so does the plug-in inside a serving engine, whose
+environment has none of our other dependencies.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from dflow_lightning.errors import InputError
+from dflow_lightning.models.relay import TERMS, Relay
+
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise InputError(f"drafter: {path.parent} holds no {path.name}; export the drafter again")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(
+            f"drafter: {path} is not JSON ({error}); export the drafter again"
+        ) from None
+    if not isinstance(config, dict):
+        raise InputError(f"drafter: {path} is not a JSON object; export the drafter again")
+    for key in ("dflash_config", "dflow_config"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise InputError(
+                f"drafter: {key} in {path} is no JSON object; export the drafter again"
+            )
+    return config
+
+
+def load_tensors(part: nn.Module, path: Path, dtype: str | None, *, inner: str = "") -> None:
+    """Fill a module from one safetensors file whose names, shapes and dtypes fit exactly.
+
+    Args:
+        inner: what the names of a submodule begin with that the file's names lack.
+    """
+    if not path.is_file():
+        raise InputError(
+            f"drafter: {path.parent} holds no {path.name}; only safetensors files are read"
+        )
+    own = {name.removeprefix(inner): name for name in part.state_dict()}
+    expected = {stored: part.state_dict()[name] for stored, name in own.items()}
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            _check_names(names, set(expected), path)
+            for name in sorted(names):
+                stored = file.get_slice(name)
+                _check_tensor(name, stored.get_shape(), list(expected[name].shape), path)
+                kind = DTYPES.get(stored.get_dtype())
+                if kind is None or (dtype and kind != dtype):
+                    raise InputError(
+                        f"drafter: tensor {name} of {path} is {kind or stored.get_dtype()}, not "
+                        f"{dtype or 'a floating-point type'}; export the drafter again"
+                    )
+                tensors[name] = file.get_tensor(name)
+    except SafetensorError as error:
+        raise InputError(
+            f"drafter: {path} is damaged ({error}); export the drafter again"
+        ) from None
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise InputError(
+                f"drafter: tensor {name} of {path} holds values that are not finite; export an "
+                "earlier checkpoint"
+            )
+    with torch.no_grad():
+        part.load_state_dict({own[name]: tensor for name, tensor in tensors.items()})
+
+
+def _check_names(names: set[str], expected: set[str], path: Path) -> None:
+    missing, unknown = sorted(expected - names), sorted(names - expected)
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(
+            f"drafter: {path} lacks tensor {missing[0]}{others}; export the drafter again"
+        )
+    if unknown:
+        others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise InputError(
+            f"drafter: {path} holds the unknown tensor {unknown[0]}{others}; export the drafter "
+            "again"
+        )
+
+
+def _check_tensor(name: str, stored: list[int], expected: list[int], path: Path) -> None:
+    if list(stored) != expected:
+        raise InputError(
+            f"drafter: tensor {name} of {path} has shape {list(stored)}, but config.json asks for "
+            f"{expected}; export the drafter again"
+        )
+
+
+def load_relay(folder: Path, config: dict[str, Any], hidden_size: int) -> tuple[Relay | None, bool]:
+    """The relay and its `first_rejected`; a folder without one is a DFlash drafter.
+
+    Args:
+        config: config.json of the folder.
+        hidden_size: of the drafter.
+
+    Raises:
+        InputError: the relay is missing, damaged or not the one that config.json promises.
+    """
+    promised = (config.get("dflow_config") or {}).get("relay")
+    present = (folder / "relay").is_dir()
+    if promised and not present:
+        raise InputError(f"drafter: {folder} lacks its relay folder; export the drafter again")
+    if not present:
+        return None, True
+    if "dflow_config" in config and not promised:
+        raise InputError(
+            f"drafter: {folder} has a relay folder that its config.json does not know; export it "
+            "again"
+        )
+    settings = read_config(folder / "relay/config.json")
+    if promised and settings != promised:
+        raise InputError(
+            f"drafter: {folder}/relay/config.json differs from dflow_config in config.json; "
+            "export it again"
+        )
+    missing = [key for key in ("hidden_size", "first_rejected", "norm_eps") if key not in settings]
+    if missing:
+        raise InputError(f"drafter: {folder}/relay/config.json lacks {missing[0]}; export it again")
+    terms = settings.get("terms", "both")  # which older exports do not say
+    if terms not in TERMS:
+        raise InputError(
+            f"drafter: {folder}/relay/config.json has terms {terms!r}, which is none of "
+            f"{', '.join(TERMS)}; update dflow-lightning or export it again"
+        )
+    relay = Relay(
+        hidden_size,
+        settings["hidden_size"],
+        norm_eps=settings["norm_eps"],
+        normalize_boundary=settings.get("normalize_boundary", False),  # older exports did not
+        terms=terms,
+    )
+    load_tensors(relay, folder / "relay/relay.safetensors", None)
+    return relay, bool(settings["first_rejected"])

@@ -1,0 +1,1 @@
+"""The frozen target, the drafters and what moves rejected rows: everything with parameters."""

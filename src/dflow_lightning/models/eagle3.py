@@ -1,0 +1,260 @@
+"""The EAGLE-3 drafter: one decoder layer that drafts a token at a time, each from the one before.
+
+Its rows are pairs: the token after position t and the feature at t, `(E(x_{t+1}), h_t)`. The first
+draft comes from the last pair whose feature the target has computed; each further one from the
+draft and the drafter's own output in the feature's place. Module and tensor names are those that
+SGLang and vLLM load as `LlamaForCausalLMEagle3`: no query and key norms, and embedding and head are
+the target's.
+
+Training and decoding share all of it: the pairs' keys and values are made by `context_kv`, and
+`Unroll` runs the steps, on many packed blocks with the data's tokens or on one block a request with
+its own drafts.
+
+Shapes: B batch, S context rows, N blocks per sequence, L context length, I steps so far, D hidden,
+C tapped width (taps x D), H/G query/key-value heads, E head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dflow_lightning.errors import InputError
+from dflow_lightning.models.dims import LayerDims, layer_numbers
+from dflow_lightning.models.drafter import MLP, ContextKV, Drafter
+from dflow_lightning.models.layers import RMSNorm, rope_at, rope_frequencies, rotate
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.tensors.attention import context_visible
+
+NUM_TAPS = 3  # low, middle and high, as in the EAGLE-3 paper
+
+
+@dataclass(kw_only=True)
+class Eagle3Config:
+    """Shape of the EAGLE-3 drafter; everything left out is taken from the target.
+
+    Args:
+        block_size: tokens the target verifies, the anchor included: 8 is seven drafts, made one
+            after the other.
+        target_layer_ids: target layers whose outputs are the features.
+        intermediate_size: width of the MLP.
+        num_attention_heads: query heads.
+        num_key_value_heads: key/value heads.
+        head_dim: size of a head.
+    """
+
+    block_size: int = 8
+    target_layer_ids: list[int] | None = None
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Dims(LayerDims):
+    """Every number an EAGLE-3 drafter is built from, resolved and checked against its target."""
+
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_layers != 1:
+            raise InputError(
+                f"drafter: num_hidden_layers is {self.num_layers}; an EAGLE-3 drafter has 1"
+            )
+
+    @classmethod
+    def resolve(cls, config: Eagle3Config, target: FrozenTarget) -> Eagle3Dims:
+        """Fill what the user left out from the target, and check what they gave."""
+        return cls(**layer_numbers(config, target, layers=1, taps=NUM_TAPS))
+
+
+class Eagle3Attention(nn.Module):
+    """Grouped-query attention whose input is a pair side by side, `[..., 2D]`."""
+
+    def __init__(self, dims: LayerDims) -> None:
+        super().__init__()
+        self.head_dim = dims.head_dim
+        query = dims.num_attention_heads * dims.head_dim
+        key = dims.num_key_value_heads * dims.head_dim
+        self.q_proj = nn.Linear(2 * dims.hidden_size, query, bias=False)
+        self.k_proj = nn.Linear(2 * dims.hidden_size, key, bias=False)
+        self.v_proj = nn.Linear(2 * dims.hidden_size, key, bias=False)
+        self.o_proj = nn.Linear(query, dims.hidden_size, bias=False)
+
+    def keys_values(self, pairs: Tensor, rope: tuple[Tensor, Tensor]) -> ContextKV:
+        """Rotated keys and values of pairs `[B, S, 2D]`, as `[B, G, S, E]`."""
+        shape = (*pairs.shape[:-1], -1, self.head_dim)
+        keys = rotate(self.k_proj(pairs).view(shape).transpose(1, 2), rope)
+        return ContextKV(keys, self.v_proj(pairs).view(shape).transpose(1, 2))
+
+    def queries(self, pairs: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotated queries of pairs `[B, N, 2D]`, as `[B, H, N, E]`."""
+        shape = (*pairs.shape[:-1], -1, self.head_dim)
+        return rotate(self.q_proj(pairs).view(shape).transpose(1, 2), rope)
+
+
+class Eagle3Layer(nn.Module):
+    """A pre-norm decoder layer; token and feature have norms of their own."""
+
+    def __init__(self, dims: LayerDims) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
+        self.hidden_norm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
+        self.self_attn = Eagle3Attention(dims)
+        self.post_attention_layernorm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
+        self.mlp = MLP(dims)
+
+    def pairs(self, embeds: Tensor, h: Tensor) -> Tensor:
+        """What attention reads, `[..., 2D]`: the token first, then the feature."""
+        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(h)], dim=-1)
+
+
+class Eagle3Drafter(nn.Module):
+    """Drafts tokens one after the other.
+
+    Attributes:
+        gradient_checkpointing: keep only each step's input for the backward pass.
+        causal_head, carryover: parts of block drafters, never there.
+    """
+
+    causal_head = None
+    carryover = None
+
+    def __init__(self, dims: Eagle3Dims) -> None:
+        super().__init__()
+        self.dims = dims
+        self.gradient_checkpointing = False
+        width = len(dims.target_layer_ids) * dims.hidden_size
+        self.fc = nn.Linear(width, dims.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(dims)
+        self.norm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        # A plain attribute, not a buffer: no cast of the module may touch the float32 frequencies.
+        self.inverse_frequencies, self._rope_scale = rope_frequencies(dims)
+
+    def project(self, taps: Tensor) -> Tensor:
+        """Features `h = fc(taps)`, `[..., C] -> [..., D]`; the layer norms them itself."""
+        return self.fc(taps)
+
+    def context_kv(self, h_BSD: Tensor, embeds_BSD: Tensor, positions_BS: Tensor) -> ContextKV:
+        """Keys and values of pairs; `embeds` are of the tokens after the features' positions."""
+        rope = self.rope(positions_BS, h_BSD.dtype)
+        return self.midlayer.self_attn.keys_values(self.midlayer.pairs(embeds_BSD, h_BSD), rope)
+
+    def step(
+        self, h_BND: Tensor, embeds_BND: Tensor, positions_BN: Tensor, own: list[ContextKV],
+        context: ContextKV, visible_BNL: Tensor,
+    ) -> tuple[Tensor, ContextKV]:  # fmt: skip
+        """One pair of every block: its output before the final norm, and its keys and values.
+
+        Args:
+            h_BND: features in the first step, then the output of the step before.
+            own: keys and values of the block's earlier steps, `[B, G, N, E]` each.
+            visible_BNL: which columns of the context each block sees.
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        rope = self.rope(positions_BN, h_BND.dtype)
+        pairs = layer.pairs(embeds_BND, h_BND)
+        latest = attention.keys_values(pairs, rope)
+        attended = attend(attention.queries(pairs, rope), [*own, latest], context, visible_BNL)
+        h_BND = h_BND + attention.o_proj(attended.transpose(1, 2).flatten(2))
+        return h_BND + layer.mlp(layer.post_attention_layernorm(h_BND)), latest
+
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for rotation, `[B, 1, ..., E]`."""
+        return rope_at(self.inverse_frequencies, self._rope_scale, positions, dtype)
+
+
+AnyDrafter = Drafter | Eagle3Drafter
+
+
+def attend(q_BHNE: Tensor, own: list[ContextKV], context: ContextKV, visible_BNL: Tensor) -> Tensor:
+    """Attend from one row a block to the visible context and to the block's own steps.
+
+    The own steps of other blocks take part in nothing, not even in the matrix product: a score with
+    them would be one in N of any use.
+
+    Returns:
+        `[B, H, N, E]`.
+    """
+    groups, size = context.keys.shape[1], q_BHNE.shape[-1]
+    q = q_BHNE.unflatten(1, (groups, -1)) * size**-0.5  # [B, G, n, N, E], n queries a key head
+    own_k = torch.stack([one.keys for one in own], dim=3)  # [B, G, N, I, E]
+    own_v = torch.stack([one.values for one in own], dim=3)
+    to_context = torch.einsum("bgnqe,bgle->bgnql", q, context.keys)
+    hidden = ~visible_BNL[:, None, None]
+    to_context = to_context.masked_fill(hidden, torch.finfo(q.dtype).min)
+    to_own = torch.einsum("bgnqe,bgqie->bgnqi", q, own_k)
+    weights = torch.cat([to_context, to_own], dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
+    length = context.keys.shape[2]
+    out = torch.einsum("bgnql,bgle->bgnqe", weights[..., :length], context.values)
+    out = out + torch.einsum("bgnqi,bgqie->bgnqe", weights[..., length:], own_v)
+    return out.flatten(1, 2)
+
+
+class Unroll:
+    """The steps of blocks, one pair after the other.
+
+    Block n starts at the pair of row `first`: the feature there and the token after it, the block's
+    anchor. It sees the pairs of its document before `first`, and its own.
+
+    Attributes:
+        own: keys and values of the steps so far.
+    """
+
+    def __init__(
+        self, drafter: Eagle3Drafter, h_BND: Tensor, first_BN: Tensor, context: ContextKV,
+        starts_BN: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            h_BND: the feature at `first`.
+            context: of all pairs; column l holds that of row l.
+            starts_BN: where each block's document begins in a packed row; rotary positions count
+                from there.
+        """
+        self.own: list[ContextKV] = []
+        self._drafter, self._h_BND, self._context = drafter, h_BND, context
+        self._visible_BNL = context_visible(first_BN, context.keys.shape[2], starts_BN)
+        self._positions_BN = first_BN if starts_BN is None else first_BN - starts_BN
+
+    def advance(self, embeds_BND: Tensor) -> Tensor:
+        """The next step, on its tokens: hidden states ready for the target's head, `[B, N, D]`."""
+        arguments = (
+            self._h_BND, embeds_BND, self._positions_BN + len(self.own), list(self.own),
+            self._context, self._visible_BNL,
+        )  # fmt: skip
+        if self._drafter.gradient_checkpointing and torch.is_grad_enabled():
+            self._h_BND, latest = checkpoint(
+                self._drafter.step, *arguments, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            self._h_BND, latest = self._drafter.step(*arguments)
+        self.own.append(latest)
+        return self._drafter.norm(self._h_BND)
+
+
+@torch.no_grad()
+def start_from_target(drafter: Eagle3Drafter, target: FrozenTarget) -> None:
+    """Copy what fits from the target: its last layer, in which features become predictions.
+
+    `fc` starts as the mean of the taps and the final norm as the target's. Queries, keys and values
+    read pairs, which no layer of the target does: they stay random.
+    """
+    source = target.layer_weights(target.num_layers - 1)
+    for name, parameter in drafter.midlayer.named_parameters():
+        if name in source and source[name].shape == parameter.shape:
+            parameter.copy_(source[name])
+    dims = drafter.dims
+    taps = len(dims.target_layer_ids)
+    drafter.fc.weight.copy_(torch.eye(dims.hidden_size).repeat(1, taps) / taps)
+    scale = target.final_norm_weight
+    if scale is not None and scale.shape == drafter.norm.weight.shape:
+        drafter.norm.weight.copy_(scale)

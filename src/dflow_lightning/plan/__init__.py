@@ -1,0 +1,1 @@
+"""`dflow-train plan`: memory, work and hours before any GPU time."""

@@ -1,0 +1,334 @@
+"""`dflow-train plan`: what a recipe needs, before any GPU time is spent.
+
+Parameters, memory by part (`plan_memory`), tokens, work and hours, steps and disk; `--measure` runs
+two steps and puts what they took beside it (`plan_measure`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from jsonargparse import ActionConfigFile
+from lightning.pytorch import Trainer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dflow_lightning.commandline.arguments import spell_out
+from dflow_lightning.commandline.recipe import with_bases
+from dflow_lightning.data.datamodule import ChatDataModule
+from dflow_lightning.data.prepared import is_prepared
+from dflow_lightning.data.sets import count_rows
+from dflow_lightning.errors import InputError
+from dflow_lightning.models.causal_head import CausalHeadConfig
+from dflow_lightning.models.dims import DrafterConfig, DrafterDims
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.relay import RelayConfig
+from dflow_lightning.models.target import UNREADABLE, FrozenTarget
+from dflow_lightning.plan.memory import GIB, PRECISIONS, RESERVE, Plan, Sharding, amount, count
+from dflow_lightning.plan.work import Work
+from dflow_lightning.prepare.verify import read_on_policy
+from dflow_lightning.run.fit import INTERPOLATION, METHOD_HELP, SECTIONS, RunParser, method_of
+from dflow_lightning.terminal import print_json
+from dflow_lightning.training.base import BLOCK, Method
+from dflow_lightning.training.module import DrafterModule
+
+GPUS = "Processes with one GPU each; by default trainer.devices, 1 where that is no number."
+TARGET_CONFIG = "The target's config.json or its folder, where the target is not at hand."
+TFLOPS = (
+    "Work that one GPU gets done, TFLOP/s, for the hours; 40 % of the peak is usual: 125 for an "
+    "A800 or A100, 400 for an H100 or H200."
+)
+MEASURE = "Run two steps on the recipe's own shapes, on one device, and print what they took."
+
+
+def run(args: Sequence[str]) -> int:
+    """Print parameters, memory, work, steps and disk of a recipe; refuse what cannot fit."""
+    recipe = parse(args)
+    plan = make_plan(recipe)
+    if recipe.json:
+        print_json(numbers(plan))
+        plan.refuse_what_does_not_fit(recipe.gpu_memory)
+        return 0
+    print("\n".join([*counts(plan), "", *memory_table(plan, recipe.gpu_memory), ""]))
+    plan.refuse_what_does_not_fit(recipe.gpu_memory)
+    print("\n".join([*work(plan), *steps(plan), *answers(plan), *hours(plan), *disk(plan)]))
+    if recipe.measure:
+        from dflow_lightning.plan.measure import measured
+
+        print("\n".join(["", *measured(plan)]))
+    return 0
+
+
+def numbers(plan: Plan) -> dict[str, Any]:
+    """What the lines say, for a script; steps and rows are null where they are not known."""
+    total, epoch, rows = planned_steps(plan)
+    each = step_seconds(plan)
+    return {
+        "parameters": {
+            "target": count(plan.target.model),
+            "drafter": count(plan.drafter),
+            "relay": count(plan.relay),
+        },
+        "gpus": plan.gpus,
+        "gpu_memory_bytes": plan.memory(),
+        "cpu_memory_bytes": plan.cpu_memory,
+        "rows": rows,
+        "rows_per_step": plan.gpus * plan.rows * plan.recipe.trainer.accumulate_grad_batches,
+        "steps": total,
+        "steps_per_epoch": epoch,
+        "seconds_per_step": each,
+        "hours": None if total is None else total * each / 3600,
+        "checkpoint_bytes": plan.checkpoint(),
+        "checkpoints": max(0, plan.recipe.checkpoint.save_top_k) + 1,
+    }
+
+
+def parse(args: Sequence[str]) -> Any:
+    """The merged recipe, read and checked as `fit` does, and the options of this command.
+
+    Raises:
+        InputError: the recipe is of a method that is not planned for.
+    """
+    if (method := method_of(args)) != BLOCK:
+        raise InputError(f"method is {method}; plan and doctor know block drafters only, see fit")
+    parser = RunParser(prog="dflow-train plan", **INTERPOLATION)  # type: ignore[arg-type]
+    parser.add_argument("-c", "--config", action=ActionConfigFile, help="A recipe, then overlays.")
+    parser.add_argument("--gpus", type=int | None, default=None, help=GPUS)
+    parser.add_argument("--gpu_memory", type=float, default=80.0, help="GiB of one GPU.")
+    parser.add_argument("--target_config", type=str | None, default=None, help=TARGET_CONFIG)
+    parser.add_argument("--rows", type=int | None, default=None, help="Of data.train, if not here.")
+    parser.add_argument("--gpu_tflops", type=float, default=125.0, help=TFLOPS)
+    parser.add_argument("--measure", type=bool, default=False, help=MEASURE)
+    parser.add_argument("--json", type=bool, default=False, help="Print one JSON object instead.")
+    sections: dict[str, Any] = {"model": DrafterModule, "data": ChatDataModule, "trainer": Trainer}
+    for section, kind in (sections | SECTIONS).items():
+        parser.add_lightning_class_args(kind, section)
+    parser.add_argument("--method", type=Method, default=BLOCK, help=METHOD_HELP)
+    for name in ("seed_everything", "run_dir", "ckpt_path", "quiet"):
+        parser.add_argument(f"--{name}", type=Any, default=None, help="Not used here.")
+    parser.link_arguments("model.target.path", "data.tokenizer")
+    flags = dict.fromkeys(("--measure", "--json"), bool)
+    recipe = parser.parse_args(with_bases(spell_out(flags, args)))
+    for name, unit in (("gpu_memory", "GiB"), ("gpu_tflops", "TFLOP/s")):
+        if getattr(recipe, name) <= 0:
+            raise InputError(f"{name} is {getattr(recipe, name):g}; give the {unit} of one GPU")
+    if recipe.rows is not None and recipe.rows < 1:
+        raise InputError(f"rows is {recipe.rows}; give the number of rows of data.train")
+    return recipe
+
+
+def make_plan(recipe: Any) -> Plan:
+    """The models, on the meta device, from what `parse` gives.
+
+    Raises:
+        InputError: the target's config.json is not found, or a setting cannot be planned for.
+    """
+    model, trainer = recipe.model, recipe.trainer
+    if trainer.precision not in PRECISIONS:
+        known = ", ".join(name for name in PRECISIONS if isinstance(name, str))
+        raise InputError(f"trainer.precision {trainer.precision} has no plan; choose of {known}")
+    devices = trainer.devices if isinstance(trainer.devices, int) else 1
+    gpus = max(1, devices) * trainer.num_nodes if recipe.gpus is None else recipe.gpus
+    if gpus < 1:
+        raise InputError(f"gpus is {gpus}; give 1 or more")
+    target = empty_target(model.target.path, recipe.target_config)
+    dims = DrafterDims.resolve(
+        with_mask(DrafterConfig(**model.drafter.as_dict()), target),
+        target,
+        CausalHeadConfig(**model.causal_head.as_dict()),
+    )
+    relay = RelayConfig(**model.relay.as_dict())
+    with torch.device("meta"):
+        drafter = Drafter(dims)
+        built = relay.build(dims.hidden_size, dims.rms_norm_eps) if relay.enabled else None
+    return Plan(
+        recipe, target, drafter, built, gpus, recipe.data.batch_size,
+        sharding=sharding_of(trainer.strategy),
+        recompute=model.gradient_checkpointing,
+        shard_target=bool(getattr(model.target, "shard", False)),
+    )  # fmt: skip
+
+
+def sharding_of(strategy: Any) -> Sharding:
+    """What `trainer.strategy` shards, given by its name or as a class with its arguments."""
+    if isinstance(strategy, str):
+        name = strategy.removeprefix("zero").removesuffix("_offload")
+        zero = strategy.startswith("zero") and name in ("1", "2", "3")
+        return Sharding(int(name), strategy.endswith("_offload")) if zero else Sharding()
+    chosen = getattr(strategy, "init_args", None)
+    stage = getattr(chosen, "stage", 0)
+    return Sharding(stage, bool(getattr(chosen, "offload", False))) if stage else Sharding()
+
+
+def empty_target(path: str, target_config: str | None) -> FrozenTarget:
+    """The target without storage, built from its config.json alone."""
+    source = str(Path(target_config or path).expanduser())
+    try:
+        config = AutoConfig.from_pretrained(source)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except UNREADABLE as error:
+        raise InputError(
+            f"target: no config.json of a causal language model at {source} "
+            f"({str(error).splitlines()[0][:150]}); give --target_config, the file or its folder"
+        ) from error
+    no_tokenizer = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    return FrozenTarget(
+        model, SimpleNamespace(vocab_size=0, all_special_ids=[], **no_tokenizer), path
+    )
+
+
+def with_mask(config: DrafterConfig, target: FrozenTarget) -> DrafterConfig:
+    """Any mask id where the recipe leaves it to the tokenizer, which counting does not need."""
+    free = next(i for i in range(target.vocab_size) if i not in target.stop_token_ids)
+    return replace(config, mask_token_id=free) if config.mask_token_id is None else config
+
+
+def counts(plan: Plan) -> list[str]:
+    """Parameters by model."""
+    dims = plan.drafter.dims
+    taps = " ".join(map(str, dims.target_layer_ids))
+    layers = f"{dims.num_layers} layer{'s' * (dims.num_layers != 1)}"
+    lines = {
+        f"target   {plan.target.name[-46:]}": plan.target.model,
+        f"drafter  {layers}, taps {taps}": plan.drafter,
+        f"relay    {'' if plan.relay else 'none'}": plan.relay,
+    }
+    return ["parameters", *(f"  {name:<56}{count(m):>18,}" for name, m in lines.items())]
+
+
+def memory_table(plan: Plan, gpu_memory: float) -> list[str]:
+    """Memory by part against what a GPU has."""
+    parts = plan.memory() | {"kept free (CUDA, NCCL, fragments)": int(gpu_memory * RESERVE * GIB)}
+    return [
+        "memory per GPU, GiB, at the longest rows (predicted, not measured)",
+        *(f"  {part:<56}{amount(size / GIB):>18}" for part, size in parts.items()),
+        f"  {f'total, of {gpu_memory:g}':<56}{sum(parts.values()) / GIB:>18.2f}",
+        *([f"  {'CPU memory of all processes':<56}{plan.cpu_memory / GIB:>18.2f}"]
+          if plan.cpu_memory else []),
+    ]  # fmt: skip
+
+
+def work(plan: Plan) -> list[str]:
+    """Rows, tokens and work of one optimizer step."""
+    accumulate = plan.recipe.trainer.accumulate_grad_batches
+    rows = plan.gpus * plan.rows * accumulate
+    clean, verified = rows * plan.recipe.data.max_length, rows * plan.verified
+    found = Work(plan)
+    shares = ", ".join(f"{k} {100 * v / found.row:.0f}%" for k, v in found.parts().items())
+    return [
+        f"step     {rows} rows: {plan.gpus} GPUs x {plan.rows} x {accumulate} accumulated",
+        f"  target   up to {clean:,} tokens, with rollouts {clean + verified:,}",
+        f"  drafter  {rows * plan.slots:,} slots",
+        f"  work     {amount(rows * found.row / 1e15)} PFLOP: {shares}",
+    ]
+
+
+def step_seconds(plan: Plan) -> float:
+    """Time of an optimizer step at `gpu_tflops`, with rows of `max_length`."""
+    rows = plan.rows * plan.recipe.trainer.accumulate_grad_batches
+    return rows * Work(plan).row / (plan.recipe.gpu_tflops * 1e12)
+
+
+def hours(plan: Plan) -> list[str]:
+    """Hours of the run, or of a million rows where its length is not known."""
+    each, total = step_seconds(plan), planned_steps(plan)[0]
+    rows = plan.gpus * plan.rows * plan.recipe.trainer.accumulate_grad_batches
+    if total is None:
+        length = f"{amount(1e6 / rows * each / 3600, 1)} for a million rows"
+    else:
+        length = f"at most {amount(total * each / 3600, 1)}"
+    return [
+        f"hours    {length}, {amount(each)} s a step,",
+        f"           at {plan.recipe.gpu_tflops:g} TFLOP/s a GPU (--gpu_tflops)",
+    ]
+
+
+def planned_steps(plan: Plan) -> tuple[int | None, int | None, int | None]:
+    """Steps of the run and of an epoch, as the loader and Lightning count them, and rows."""
+    trainer, rows = plan.recipe.trainer, train_rows(plan)
+    if rows is None:
+        return (trainer.max_steps if trainer.max_steps >= 0 else None), None, None
+    batches = max(rows // plan.rows, min(rows, 1)) // plan.gpus
+    if not batches:
+        raise InputError(
+            f"data.train has {rows} rows, no batch of {plan.rows} for each of {plan.gpus} GPUs; "
+            "lower data.batch_size or add rows"
+        )
+    epoch = math.ceil(batches / trainer.accumulate_grad_batches)
+    limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    epochs = trainer.max_epochs if limits or trainer.max_epochs else 1000  # Lightning's default
+    limits += [epochs * epoch] if epochs is not None and epochs >= 0 else []
+    return (min(limits) if limits else None), epoch, rows
+
+
+def train_rows(plan: Plan) -> int | None:
+    """Rows of `data.train`, or those of `--rows`; None where neither is there.
+
+    Packed rows hold several conversations; they are counted as conversations.
+    """
+    if missing_sets(plan):
+        return plan.recipe.rows
+    return sum(count_rows(path, "data.train") for path in train_sets(plan))
+
+
+def train_sets(plan: Plan) -> list[Path]:
+    """The files and folders of `data.train`."""
+    given = plan.recipe.data.train
+    return [Path(one).expanduser() for one in (given if isinstance(given, list) else [given])]
+
+
+def missing_sets(plan: Plan) -> list[Path]:
+    """Those that are not there."""
+    return [path for path in train_sets(plan) if not path.exists()]
+
+
+def steps(plan: Plan) -> list[str]:
+    """Optimizer steps, or what is missing to know them."""
+    total, epoch, rows = planned_steps(plan)
+    if epoch is None or rows is None:
+        each = plan.gpus * plan.rows * plan.recipe.trainer.accumulate_grad_batches
+        return [
+            f"steps    one for {each} rows; data.train is missing (--rows for its number):",
+            f"           {missing_sets(plan)[0]}",
+        ]
+    length = f"{total:,} ({total / epoch:.1f} epochs)" if total is not None else "without end"
+    packed = ", at most: rows are packed" if plan.recipe.data.pack else ""
+    return [f"steps    {length}; {epoch:,} for the {rows:,} rows of an epoch{packed}"]
+
+
+def answers(plan: Plan) -> list[str]:
+    """How far each prepared set is what its target would say, where that was measured."""
+    found = ((path, read_on_policy(path)) for path in train_sets(plan) if is_prepared(path))
+    return [
+        line
+        for path, report in found
+        if report
+        for line in (f"answers  of {path}:", *_indented(report.describe().split("; ")))
+    ]
+
+
+def _indented(phrases: Sequence[str]) -> list[str]:
+    return [f"           {phrase}" for phrase in phrases]
+
+
+def disk(plan: Plan) -> list[str]:
+    """Checkpoints: the best ones, the last one, and one more while it is being written.
+
+    And what is not written: features are made in each step, since those of all tokens, read again
+    from a disk, are `rows * max_length * taps * hidden size` numbers.
+    """
+    files = max(0, plan.recipe.checkpoint.save_top_k) + 1
+    size = plan.checkpoint() / 1e9
+    rows = planned_steps(plan)[2] or 1_000_000
+    tokens = rows * plan.recipe.data.max_length
+    cache = tokens * plan.drafter.fc.in_features * plan.target_bytes / 1e12
+    return [
+        f"disk     {amount((files + 1) * size)} GB: {files} checkpoints of {amount(size)}, one more"
+        " while written",
+        f"  export   {amount(plan.trained * 2 / 1e9)} GB in bfloat16",
+        f"  cache    none; features of {rows:,} rows would take up to {amount(cache)} TB",
+    ]

@@ -1,0 +1,137 @@
+"""`dflow-train plan --measure`: two steps on a recipe's own shapes, beside what was predicted.
+
+One process on one device: the prediction printed beside it is for that, without sharding. Rows are
+random ids of `max_length`, all supervised. Memory is what the device's allocator holds; on a CPU
+what is resident, which counts the libraries as well.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dflow_lightning.data.datamodule import Batch
+from dflow_lightning.models.dims import DrafterConfig
+from dflow_lightning.models.relay import RelayConfig
+from dflow_lightning.plan.memory import GIB, Plan, Sharding, amount
+from dflow_lightning.plan.work import Work
+from dflow_lightning.tensors.loss import LossConfig
+from dflow_lightning.training.module import DrafterModule, TargetConfig
+from dflow_lightning.training.optimizer import OptimizerConfig
+from dflow_lightning.training.rollout import Rollout
+
+STEPS = 2
+TYPES = {"bf16": torch.bfloat16, "16": torch.float16}
+
+
+def measured(plan: Plan) -> list[str]:
+    """Run the steps; returns the lines of the table."""
+    alone = replace(plan, gpus=1, sharding=Sharding(), shard_target=False)
+    gpu = torch.cuda.is_available() and plan.recipe.trainer.accelerator != "cpu"
+    device = torch.device("cuda" if gpu else "cpu")
+    start = held(device)
+    module = build(plan).train()
+    module.target.to(device)
+    loaded = held(device)
+    module.to(device)
+    weights = held(device)
+    step = training_step(plan, module, device)
+    seconds = []
+    for _ in range(STEPS):
+        reset_peak(device)
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    memory, peak = alone.memory(), held(device, peak=True) - start
+    kept = list(memory.values())
+    rows = {
+        "target and drafter weights": (sum(kept[:2]), weights - start),
+        "peak of a step": (sum(kept), peak),
+    }
+    if gpu:
+        rows = {"target weights": (kept[0], loaded - start)} | rows
+    predicted_seconds = alone.rows * Work(alone).row / (plan.recipe.gpu_tflops * 1e12)
+    rate = alone.rows * Work(alone).row / seconds[-1] / 1e12
+    title = f"two steps of {alone.rows} rows on one {device.type}"
+    return [
+        f"{title:<52}{'predicted':>13}{'measured':>12}",
+        *(
+            f"  {name + ', GiB':<50}{amount(a / GIB):>13}{amount(b / GIB):>12}"
+            for name, (a, b) in rows.items()
+        ),
+        f"  {'seconds of the second step':<50}{predicted_seconds:>13.3f}{seconds[-1]:>12.3f}",
+        f"  {'TFLOP/s, for --gpu_tflops':<50}{plan.recipe.gpu_tflops:>13.1f}{rate:>12.4f}",
+    ]
+
+
+def build(plan: Plan, *more: str) -> DrafterModule:
+    """The recipe's module, its target loaded.
+
+    Args:
+        more: of its arguments, beside those that shape a step.
+    """
+    model = plan.recipe.model
+    sections = {
+        "target": TargetConfig, "drafter": DrafterConfig, "relay": RelayConfig, "loss": LossConfig,
+        "optimizer": OptimizerConfig,
+    }  # fmt: skip
+    built = {name: kind(**model[name].as_dict()) for name, kind in sections.items()}
+    plain = ("num_anchors", "seed", "gradient_checkpointing", "attention", *more)
+    return DrafterModule(**built, **{name: model[name] for name in plain})
+
+
+def training_step(plan: Plan, module: DrafterModule, device: torch.device) -> Callable[[], None]:
+    """A whole step: clean forward, rollout, drafter, backward and optimizer."""
+    recipe, dims = plan.recipe, module.drafter.dims
+    shape = (plan.rows, recipe.data.max_length)
+    ids = torch.randint(0, module.target.vocab_size, shape, device=device)
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(plan.rows))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=recipe.model.optimizer.lr)
+    rollout = recipe.rollout
+    rounds = Rollout(
+        module.target, module.drafter, module.relay, module.relay_config.first_rejected,
+        rollout.mode, rollout.reference,
+    )  # fmt: skip
+    kind, _, mixed = str(recipe.trainer.precision or "32-true").partition("-")
+    dtype = TYPES.get(kind)
+    if dtype is not None and mixed == "true":
+        module.to(dtype)
+    autocast = mixed == "mixed" and dtype is not None
+    slots = rollout.num_anchors * dims.block_size if rollout.num_rounds else 0
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype) if autocast else nullcontext():
+            to_the_head = bool(rollout.num_rounds) and rollout.reference == "target"
+            inputs = module.begin_step(batch, extra_slots=slots, up_to_head=to_the_head)
+            if rollout.num_rounds:
+                rounds.extend(inputs, rollout.num_rounds, rollout.num_anchors)
+            loss, _ = module.objective(inputs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def held(device: torch.device, *, peak: bool = False) -> int:
+    """Bytes now, or at most since the last reset; 0 where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+    status, field = Path("/proc/self/status"), "VmHWM" if peak else "VmRSS"
+    if not status.is_file():
+        return 0
+    line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the peak start again from what is held now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    elif Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")

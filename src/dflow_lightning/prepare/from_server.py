@@ -1,0 +1,286 @@
+"""Answers by an OpenAI-compatible server, vLLM or SGLang: how a real data set is written.
+
+Only `/v1/completions` is used, with token ids as the prompt, so that the template and the tokenizer
+are ours whatever the server has. Token ids come back where the server can return them (vLLM:
+`return_token_ids`); the text of others is tokenized again, and such answers are counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import aiohttp
+
+from dflow_lightning.data.turns import Answer
+from dflow_lightning.errors import InputError
+from dflow_lightning.prepare.dialogue import Ask, Dialogue, Done, Failed
+
+LONGEST_WAIT = 60.0  # seconds between two tries
+RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+REFUSED = {401: "the key", 403: "the key", 404: "the address or the model"}
+# Dialogues that fail one after the other before a server counts as gone, per one in flight.
+FAILURES_IN_A_ROW = 2
+FIRST = aiohttp.ClientTimeout(total=30)  # for the question which models there are
+API_KEY = "OPENAI_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where the servers are and how patient we are with them.
+
+    Args:
+        urls: of the API, as `http://host:8000/v1`; they take turns.
+        model: name under which the target is served; None takes the only one.
+        concurrency: dialogues in flight at the same time, over all servers.
+        timeout: seconds that one answer may take.
+        retries: further tries after an answer that failed.
+        first_wait: seconds before the first of these; it doubles with each.
+    """
+
+    urls: tuple[str, ...]
+    model: str | None = None
+    concurrency: int = 64
+    timeout: float = 600.0
+    retries: int = 5
+    first_wait: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for a setting out of its range."""
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise InputError(f"server is {url}; give an address such as http://host:8000/v1")
+        if self.timeout <= 0:
+            raise InputError(f"timeout is {self.timeout}; give a number of seconds above 0")
+        if self.retries < 0:
+            raise InputError(f"retries is {self.retries}; give 0 or more")
+
+
+class _BadAnswerError(Exception):
+    """An answer that cannot be used; `again` tells whether another try may bring a better one."""
+
+    def __init__(self, reason: str, *, again: bool = True, wait: float = 0.0) -> None:
+        super().__init__(reason)
+        self.again, self.wait = again, wait
+
+
+class _FatalError(InputError):
+    """What every other request would meet as well."""
+
+
+class ServerGenerator:
+    """Sends prompts to servers, as many at a time as `options.concurrency`.
+
+    Args:
+        tokenizer: the target's.
+        stop_token_ids: tokens that end an answer.
+        end_token_id: the one of them that the chat template writes.
+
+    Attributes:
+        retries: tries so far that had to be repeated.
+
+    Raises:
+        InputError: no server answers, or none of this name is served.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        tokenizer: Any,
+        *,
+        stop_token_ids: tuple[int, ...],
+        end_token_id: int,
+    ) -> None:
+        self.options, self.tokenizer = options, tokenizer
+        self._stop_ids, self._end_id = stop_token_ids, end_token_id
+        self._failed_in_a_row = 0
+        self.retries = 0
+        key = os.environ.get(API_KEY)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._model = asyncio.run(self._find_model())
+
+    def describe(self) -> dict[str, Any]:
+        """Its kind and the name of the served model; addresses are nobody's business."""
+        return {"kind": "server", "model": self._model}
+
+    def run(self, dialogues: Iterable[Dialogue], done: Done, failed: Failed) -> None:
+        """See `Generator`; dialogues are taken as they are started."""
+        asyncio.run(self._run(dialogues, done, failed))
+
+    async def _run(self, dialogues: Iterable[Dialogue], done: Done, failed: Failed) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        self._urls = cycle(self.options.urls)
+        async with self._session() as session:
+            try:
+                for dialogue in dialogues:
+                    tasks.add(asyncio.create_task(self._answer(session, dialogue, done, failed)))
+                    if len(tasks) >= self.options.concurrency:
+                        tasks = await _some_done(tasks)
+                while tasks:
+                    tasks = await _some_done(tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=self.options.timeout),
+            headers=self._headers,
+        )
+
+    async def _find_model(self) -> str:
+        """The name that all servers know the target by."""
+        name = self.options.model
+        async with self._session() as session:
+            for url in self.options.urls:
+                try:
+                    async with session.get(f"{url.rstrip('/')}/models", timeout=FIRST) as response:
+                        found = await response.json(content_type=None)
+                    served = [one["id"] for one in found["data"]]
+                except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as error:
+                    raise InputError(
+                        f"server: {url} does not answer ({_said(error)}); start the server or "
+                        "mend the address"
+                    ) from error
+                except (ValueError, KeyError, TypeError) as error:
+                    raise InputError(
+                        f"server: {url}/models lists no models; give the address of an "
+                        "OpenAI-compatible API, which often ends with /v1"
+                    ) from error
+                if name is None and len(served) == 1:
+                    name = served[0]
+                if name not in served:
+                    raise InputError(
+                        f"model is {name}, but {url} serves {', '.join(served) or 'nothing'}; "
+                        "give one of these"
+                    )
+        assert name is not None
+        return name
+
+    async def _answer(
+        self, session: aiohttp.ClientSession, dialogue: Dialogue, done: Done, failed: Failed
+    ) -> None:
+        """One dialogue to its end."""
+        try:
+            while ask := dialogue.next():
+                dialogue.add(await self._ask(session, ask))
+                self._failed_in_a_row = 0
+        except _FatalError:
+            raise
+        except InputError as error:
+            failed(dialogue, str(error))
+        except _BadAnswerError as error:
+            self._count_failure(error)
+            failed(dialogue, str(error))
+        else:
+            done(dialogue)
+
+    async def _ask(self, session: aiohttp.ClientSession, ask: Ask) -> Answer:
+        """One answer, after as many tries as are allowed."""
+        wait = self.options.first_wait
+        for tries in range(self.options.retries + 1):
+            try:
+                return await self._try(session, next(self._urls), ask)
+            except _BadAnswerError as error:
+                if not error.again or tries == self.options.retries:
+                    raise
+                # Spread, or all that failed together come back together.
+                pause = max(error.wait, wait * (0.5 + random.random()))
+            self.retries += 1
+            await asyncio.sleep(min(pause, LONGEST_WAIT))
+            wait *= 2
+        raise AssertionError("the last try either returns or raises")
+
+    async def _try(self, session: aiohttp.ClientSession, url: str, ask: Ask) -> Answer:
+        body = {
+            "model": self._model,
+            "prompt": ask.prompt_ids,
+            "max_tokens": ask.max_new_tokens,
+            "temperature": ask.temperature,
+            "top_p": ask.top_p,
+            "seed": ask.seed,
+            "stop_token_ids": list(self._stop_ids),
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+        try:
+            async with session.post(f"{url.rstrip('/')}/completions", json=body) as response:
+                if response.status != 200:
+                    await self._refuse(url, response)
+                found = await response.json(content_type=None)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            seconds = self.options.timeout
+            raise _BadAnswerError(f"the server took longer than {seconds:g} s") from error
+        except aiohttp.ClientError as error:
+            raise _BadAnswerError(f"the connection failed ({_said(error)})") from error
+        except ValueError as error:
+            raise _BadAnswerError("the server's answer is not JSON") from error
+        return self._read(url, ask, found)
+
+    async def _refuse(self, url: str, response: aiohttp.ClientResponse) -> None:
+        status = response.status
+        said = " ".join((await response.text(errors="replace")).split())[:200]
+        if status in REFUSED:
+            raise _FatalError(
+                f"server: {url} refuses with status {status} ({said}); mend {REFUSED[status]}"
+                + (f" (the key is read from {API_KEY})" if status != 404 else "")
+            )
+        waits = response.headers.get("Retry-After", "")
+        raise _BadAnswerError(
+            f"the server refused with status {status} ({said})",
+            again=status in RETRIED,
+            wait=float(waits) if waits.isdigit() else 0.0,
+        )
+
+    def _read(self, url: str, ask: Ask, found: Any) -> Answer:
+        """The answer in a response, or what is wrong with it."""
+        try:
+            choice = found["choices"][0]
+            text, reason, ids = choice["text"], choice["finish_reason"], choice.get("token_ids")
+            read = (found.get("usage") or {}).get("prompt_tokens")
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise _BadAnswerError("the server's answer has no choice with a text") from error
+        if isinstance(read, int) and read != len(ask.prompt_ids):
+            raise _FatalError(
+                f"server: {url} read {read} tokens where {len(ask.prompt_ids)} were sent; serve "
+                "the target itself, with a server that adds no tokens to a prompt"
+            )
+        if reason not in ("stop", "length") or not isinstance(text, str):
+            raise _BadAnswerError(f"the server's answer ended with {reason!r} and no text")
+        if from_text := not ids:
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
+            raise _BadAnswerError("the server's answer has token ids that are no numbers")
+        if reason == "stop" and (not ids or ids[-1] not in self._stop_ids):
+            ids = [*ids, self._end_id]
+        if not ids:
+            raise _BadAnswerError("the server's answer is empty")
+        return Answer(list(ids), reason == "stop", from_text)
+
+    def _count_failure(self, error: Exception) -> None:
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row > FAILURES_IN_A_ROW * self.options.concurrency + 8:
+            raise InputError(
+                f"server: {self._failed_in_a_row} conversations failed one after the other, the "
+                f"last because {error}; see to the servers and run the same command again"
+            )
+
+
+async def _some_done(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """Wait for one task at least; those still running. What a task raised is raised here."""
+    done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    return running
+
+
+def _said(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,1 @@
+"""`dflow-train report`: results as one page."""

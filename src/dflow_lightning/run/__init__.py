@@ -1,0 +1,1 @@
+"""One run: Lightning's command line, strategy, checkpoints, signals, progress."""

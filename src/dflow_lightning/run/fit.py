@@ -1,0 +1,307 @@
+"""`dflow-train fit | validate | test`: LightningCLI over this package's fixed classes."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from dflow_lightning.commandline.arguments import OneSentence, spell_out
+from dflow_lightning.commandline.recipe import layers, with_bases
+from dflow_lightning.data.datamodule import ChatDataModule
+from dflow_lightning.errors import InputError, RunError
+from dflow_lightning.run.checkpoint import FOLDER, Checkpointing, SavedRun, find_checkpoint
+from dflow_lightning.run.guards import Guards, out_of_memory
+from dflow_lightning.run.progress import RunProgress
+from dflow_lightning.run.signals import GracefulStop, Signals, Stopped
+from dflow_lightning.run.strategy import check_name
+from dflow_lightning.run.summary import decoded, print_decoded
+from dflow_lightning.terminal import command, labelled, screen, shown
+from dflow_lightning.tracking.callback import RecipeRecord, Tracking
+from dflow_lightning.training.base import BLOCK, Method
+from dflow_lightning.training.eagle3_module import Eagle3Module
+from dflow_lightning.training.module import DrafterModule
+from dflow_lightning.training.rollout import OnlineRollout
+from dflow_lightning.training.validation import ValidationDecoding
+
+RUNS = Path("runs")
+SECTIONS = {
+    "rollout": OnlineRollout,
+    "validation": ValidationDecoding,
+    "tracking": Tracking,
+    "guards": Guards,
+    "checkpoint": Checkpointing,
+}
+MODULES: dict[Method, type] = {"block": DrafterModule, "eagle3": Eagle3Module}
+INTERPOLATION = {"parser_mode": "omegaconf+"}  # plain `omegaconf` leaves stale values behind
+COMMANDS = ("fit", "validate", "test")
+METHOD_HELP = (
+    "What is trained: `block` is a block drafter (DFlash, DFlow), `eagle3` the autoregressive "
+    "baseline. It decides which settings `model` has."
+)
+
+
+class RunParser(OneSentence, LightningArgumentParser):  # type: ignore[misc]
+    """LightningCLI's parser with errors in one sentence."""
+
+
+class TrainCLI(LightningCLI):
+    """Fixed model and data classes; the callbacks that a run needs have sections of their own."""
+
+    def __init__(self, args: Sequence[str], signals: Signals):
+        self._signals = signals
+        self._method = method_of(args)
+        super().__init__(
+            MODULES[self._method],
+            ChatDataModule,
+            args=list(args),
+            parser_class=RunParser,
+            parser_kwargs={
+                "prog": "dflow-train",
+                **INTERPOLATION,
+                **{command: dict(INTERPOLATION) for command in COMMANDS},
+            },
+            save_config_callback=RecipeRecord,
+            save_config_kwargs={"save_to_log_dir": False},
+            seed_everything_default=0,
+            trainer_defaults={
+                "deterministic": True,
+                "enable_model_summary": False,
+                "log_every_n_steps": 10,
+            },
+            auto_configure_optimizers=False,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The trainer's commands that make sense for a drafter."""
+        return {k: v for k, v in LightningCLI.subcommands().items() if k in COMMANDS}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The sections beside model, data and trainer, and the values that must agree."""
+        for section, callback in sections(self._method).items():
+            parser.add_lightning_class_args(callback, section)
+        parser.add_argument("--method", type=Method, default=BLOCK, help=METHOD_HELP)
+        parser.add_argument(
+            "--run_dir",
+            type=Path | None,
+            default=None,
+            help="Where checkpoints, recipe and MLflow store go. By default a new folder "
+            "runs/<recipe name>; a folder that is named here is written into as it is.",
+        )
+        parser.add_argument(
+            "--quiet", type=bool, default=False, help="Print warnings and errors only."
+        )
+        parser.link_arguments("model.target.path", "data.tokenizer")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses, and settles which folder and which checkpoint this run is about."""
+        self.config = parser.parse_args(with_bases(args))
+        command = self.config.subcommand
+        self._settings = self.config[command]
+        name = self._settings.ckpt_path
+        folder = self._settings.run_dir or self._settings.trainer.default_root_dir
+        folder = folder or default_run_dir(
+            recipe_name(args), None if name is None else str(name), fresh=command == "fit"
+        )
+        self._settings.run_dir = self.run_dir = Path(folder)
+        self.resumed: SavedRun | None = None
+        if name is not None:
+            path = find_checkpoint(self.run_dir, str(name))
+            self._settings.ckpt_path = None if path is None else str(path)
+            if command == "fit" and path is not None:
+                self.resumed = SavedRun.read(path)
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would let the checkpoint's values win over the command line in silence."""
+        if self.resumed:
+            parser = self._parser(self.config.subcommand)
+            settings = (self._settings, parser.get_defaults(skip_validation=True))
+            recipe, defaults = (
+                yaml.safe_load(
+                    parser.dump(one, skip_none=False, format="yaml", skip_validation=True)
+                )
+                for one in settings
+            )
+            self.resumed.require_same(recipe, defaults)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The trainer of this run folder, with the record and the progress display."""
+        settings = self.config_init[self.subcommand]
+        check_name(settings.trainer.strategy)
+        if settings.trainer.enable_checkpointing is False:
+            self._parser(self.subcommand).callback_keys.remove("checkpoint")
+        kwargs["callbacks"] = [*as_list(settings.trainer.callbacks), GracefulStop(self._signals)]
+        if settings.quiet:
+            kwargs["enable_progress_bar"] = False
+        elif settings.trainer.enable_progress_bar is not False:
+            kwargs["callbacks"].append(RunProgress())
+        if self.subcommand == "fit" and self._settings.data.validation is None:
+            kwargs["limit_val_batches"] = 0
+        kwargs["default_root_dir"] = str(self.run_dir)
+        kwargs["logger"] = self._loggers(settings)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except MisconfigurationException as error:
+            raise InputError(f"trainer: {' '.join(str(error).split())}") from error
+
+    def _loggers(self, settings: Any) -> Any:
+        """The recipe's own loggers and ours; `trainer.logger: false` means none at all."""
+        chosen = settings.trainer.logger
+        if chosen is False or not settings.tracking.enabled:
+            return chosen or False
+        resumed = self.resumed
+        names = (resumed.run_id, resumed.tracking_key) if resumed else (None, None)
+        suffix = "" if self.subcommand == "fit" else f"-{self.subcommand}"
+        own = settings.tracking.open(self.run_dir, names[0], suffix, names[1])
+        return [own] if chosen is True else [own, *as_list(chosen)]
+
+    def after_fit(self) -> None:
+        """Says what there is now and what to do with it."""
+        if not self.trainer.is_global_zero or self._settings.quiet:
+            return
+        best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
+        score = getattr(self.trainer.checkpoint_callback, "best_model_score", None)
+        last = getattr(self.trainer.checkpoint_callback, "last_model_path", "")
+        print(f"finished at step {self.trainer.global_step:,}")
+        if score is not None:
+            print(f"  best {self.trainer.checkpoint_callback.monitor:<9}{float(score):.3f}")  # type: ignore[union-attr]
+        if checkpoint := best or last:
+            print(labelled("  checkpoint    ", shown(checkpoint)))
+            out = shown(self.run_dir / "export")
+            words = ["dflow-train", "export", "--checkpoint", shown(checkpoint), "--out", out]
+            print(command("  export        ", words))
+        if (self.run_dir / "mlflow.db").exists():
+            words = ["dflow-train", "ui", "--run", shown(self.run_dir)]
+            print(command("  dashboard     ", words))
+
+    def after_validate(self) -> None:
+        """Prints the decoded tau."""
+        self._print_decoded("val")
+
+    def after_test(self) -> None:
+        """Prints the decoded tau."""
+        self._print_decoded("test")
+
+    def _print_decoded(self, prefix: str) -> None:
+        found = decoded(self.trainer.callback_metrics, prefix)
+        if found and self.trainer.is_global_zero and not self._settings.quiet:
+            print_decoded(screen(), f"tau of decoded {prefix} prompts", found)
+
+
+def sections(method: Method) -> dict[str, Any]:
+    """The sections of a method's recipe beside model, data and trainer."""
+    return {k: v for k, v in SECTIONS.items() if method == BLOCK or k != "rollout"}
+
+
+def method_of(args: Sequence[str]) -> Method:
+    """The method that recipes and command line name, the last one; it decides on the parser.
+
+    Raises:
+        InputError: there is no such method.
+    """
+    found: Any = BLOCK
+    for option, value in pairwise([*args, ""]):
+        key, equals, attached = option.partition("=")
+        given = attached if equals else value
+        if key == "--method":
+            found = given
+        elif key in ("-c", "--config"):
+            found = _method_in(given, found)
+    if found not in MODULES:
+        raise InputError(f"method is {found}; choose of {', '.join(MODULES)}")
+    return found
+
+
+def _method_in(recipe: str, default: Any) -> Any:
+    """The `method` of a recipe or its base; what cannot be read is for the parser to refuse."""
+    found = default
+    for layer in layers(Path(recipe)):
+        try:
+            text = layer if "\n" in layer else Path(layer).read_text(encoding="utf-8")
+            content = yaml.safe_load(text)
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        if isinstance(content, dict):
+            found = content.get("method", found)
+    return found
+
+
+def as_list(value: Any) -> list[Any]:
+    """None, one thing or a list of things as a list."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def recipe_name(args: Sequence[str]) -> str:
+    """The first recipe's file name; its folder's name for the `config.yaml` of an earlier run."""
+    for option, value in pairwise([*args, ""]):
+        key, equals, attached = option.partition("=")
+        if key in ("-c", "--config") and (attached or value):
+            path = Path(attached if equals else value)
+            return path.absolute().parent.name if path.name == "config.yaml" else path.stem
+    return "run"
+
+
+def default_run_dir(name: str, ckpt_path: str | None, *, fresh: bool) -> Path:
+    """The folder of a run that names none.
+
+    The folder of the checkpoint it reads; for `last`, `best` and `auto` the newest folder of that
+    name; for a new training one that no other training uses.
+    """
+    if ckpt_path not in (None, "last", "best", "auto"):
+        folder = Path(ckpt_path).absolute().parent
+        return folder.parent if folder.name == FOLDER else RUNS / name
+    folder, number, newest = RUNS / name, 1, None
+    while (folder / FOLDER).exists():
+        number, newest = number + 1, folder
+        folder = RUNS / f"{name}-{number}"
+    return folder if newest is None or (fresh and ckpt_path is None) else newest
+
+
+def quiet() -> None:
+    """Leaves the terminal to what `progress.py` prints, and to warnings."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel("WARNING")
+    for name in ("lightning.pytorch.loggers.mlflow", "alembic"):
+        logging.getLogger(name).setLevel("ERROR")
+    # Lightning against a newer torch; nothing a user can change.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+    # DeepSpeed against a newer torch.
+    warnings.filterwarnings("ignore", message=r".*all_gather_into_tensor.* is deprecated")
+
+
+def start(args: Sequence[str]) -> TrainCLI:
+    """Runs a `fit`, `validate` or `test` command line to its end; a signal raises `Stopped`."""
+    quiet()
+    with Signals() as signals:
+        try:
+            return TrainCLI(spell_out({"--quiet": bool}, args), signals)
+        except Stopped:
+            raise
+        except SystemExit as stop:
+            if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning makes it exit 1
+                raise KeyboardInterrupt from stop
+            raise
+        except Exception as error:
+            if said := out_of_memory(error, signals.failed_step):
+                raise RunError(said) from error
+            raise
+
+
+def run(args: Sequence[str]) -> int:
+    """Runs such a command line and returns the exit status."""
+    try:
+        start(args)
+    except Stopped as stop:
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            print(stop.said, file=sys.stderr)
+        return int(stop.code or 0)
+    return 0

@@ -1,0 +1,1 @@
+"""`dflow-train sweep`: recipes times seeds."""

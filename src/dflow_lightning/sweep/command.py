@@ -1,0 +1,265 @@
+"""`dflow-train sweep`: recipes times seeds, trained, exported and measured one after the other.
+
+Each is a process of its own, so that a crash ends one run and not the sweep. What is finished is
+kept; a second call goes on where the first one stopped.
+"""
+
+import hashlib
+import itertools
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from rich.console import Console
+
+from dflow_lightning.commandline.arguments import ToolParser, option_types, spell_out
+from dflow_lightning.errors import InputError
+from dflow_lightning.html import with_spread
+from dflow_lightning.run.fit import TrainCLI, quiet
+from dflow_lightning.run.signals import Signals
+from dflow_lightning.sweep.folder import SweepFolder, SweepStore
+from dflow_lightning.sweep.member import Children, Member, Outcome
+from dflow_lightning.terminal import print_table, screen, table
+
+# The sweep gives these to each run itself.
+OURS = ("run_dir", "ckpt_path", "seed_everything", "model.seed", "data.seed", "tracking.uri",
+        "tracking.experiment", "tracking.run_name", "tracking.tags")  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class SweepSettings:
+    """Options of a sweep; every other option goes to each training.
+
+    Args:
+        config: recipes, one after the other or with `--config` before each.
+        seeds: how many, from 0; a seed is of weights, anchors and the order of data.
+        out: the folder of the sweep: a folder for each run, and one MLflow store for all.
+        suite: what `bench` asks, see there.
+        per_family: of the suite `tiny` or of a file.
+        limit: conversations of each task of other suites.
+        temperature: one or more, separated by commas.
+        concurrency: requests in flight at the same time.
+        max_new_tokens: upper limit of an answer.
+        overlap: also measure where each relay helps; takes as long again.
+    """
+
+    config: list[Path]
+    seeds: int = 3
+    out: Path = Path("runs/sweep")
+    suite: str = "tiny"
+    per_family: int = 32
+    limit: int | None = None
+    temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    concurrency: int = 8
+    max_new_tokens: int = 128
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.config:
+            raise InputError("config: no recipe given; name one or more files")
+        for name in ("seeds", "per_family", "concurrency"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; give 1 or more")
+        stems: dict[str, Path] = {}
+        for path in self.config:
+            if not path.is_file():
+                raise InputError(f"config: {path} does not exist; name a recipe that does")
+            if path.stem in stems:
+                raise InputError(
+                    f"config: {stems[path.stem]} and {path} have the same name, and so would "
+                    "their run folders; rename one, or give each recipe once"
+                )
+            stems[path.stem] = path
+
+    def bench_options(self, *, relay: bool = True) -> list[str]:
+        """How every drafter of the sweep is measured, with or without a relay."""
+        options = [
+            "--suite", self.suite, "--per_family", str(self.per_family),
+            "--temperature", ",".join(f"{t:g}" for t in self.temperature),
+            "--concurrency", str(self.concurrency), "--max_new_tokens", str(self.max_new_tokens),
+        ]  # fmt: skip
+        options += [] if self.limit is None else ["--limit", str(self.limit)]
+        return options + ["--overlap"] * (self.overlap and relay)
+
+
+def make_parser() -> ToolParser:
+    """Of the sweep's own options."""
+    parser = ToolParser(prog="dflow-train sweep", description=SweepSettings.__doc__)
+    parser.add_class_arguments(SweepSettings)
+    return parser
+
+
+def run(args: Sequence[str]) -> int:
+    """Train, export and measure every recipe with every seed; 0 when all are finished."""
+    own, overrides = split(args)
+    parser = make_parser()
+    settings = parser.instantiate_classes(
+        parser.parse_args(spell_out(option_types(SweepSettings), own))
+    )
+    settings = SweepSettings(**vars(settings))
+    recipes = {path.stem: read_recipe(path, overrides) for path in settings.config}
+    command = shlex.join(["dflow-train", "sweep", *args])
+    with SweepFolder.open(settings.out) as folder:
+        folder.agree(
+            {name: digest(recipe) for name, recipe in recipes.items()},
+            overrides,
+            settings.bench_options(),
+        )
+        members = [
+            member_of(path, seed, recipes[path.stem], settings, overrides)
+            for seed, path in itertools.product(range(settings.seeds), settings.config)
+        ]
+        tracked = all(recipe["tracking"]["enabled"] for recipe in recipes.values())
+        store = SweepStore.open(folder, command) if tracked else None
+        return run_members(members, Children(folder.lock), store, command)
+
+
+def member_of(
+    path: Path, seed: int, recipe: dict[str, Any], settings: SweepSettings, overrides: list[str]
+) -> Member:
+    """A run of the sweep, from its resolved recipe."""
+    relay = bool((recipe["model"].get("relay") or {}).get("enabled"))
+    return Member(
+        path,
+        seed,
+        settings.out,
+        recipe["trainer"]["max_steps"],
+        recipe["model"]["target"]["path"],
+        overrides,
+        settings.bench_options(relay=relay),
+    )
+
+
+def run_members(
+    members: list[Member], children: Children, store: SweepStore | None, command: str
+) -> int:
+    """Each run that is not finished, until all are or a signal comes."""
+    outcomes: dict[str, Outcome] = {}
+    with children:
+        for number, member in enumerate(members, start=1):
+            print(f"[{number}/{len(members)}] {member.name}", flush=True)
+            outcomes[member.name] = member.run(children, store.options() if store else [])
+            print(f"  {outcomes[member.name].said}", flush=True)
+            if store and outcomes[member.name].finished:
+                store.record(member.name, member.rows())
+            if children.stopped:
+                break
+    finished = [member for member in members if member.finished]
+    failed = [name for name, outcome in outcomes.items() if outcome.failed]
+    show([(member.recipe.stem, member.seed, member.rows()) for member in finished])
+    print(f"{len(finished)} of {len(members)} runs finished")
+    for name in failed:
+        print(f"  failed: {name}, see {members[0].folder.parent / name}.log")
+    if len(finished) < len(members):
+        print(f"go on with: {command}")
+    if store:
+        store.end("KILLED" if children.stopped else "FAILED" if failed else "FINISHED")
+    if children.stopped:
+        return 128 + children.stopped
+    return 0 if len(finished) == len(members) else 1
+
+
+def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The sweep's own options, and those of the trainings.
+
+    Several files may follow one `--config`, as a shell makes of `recipes/*.yaml`.
+
+    Raises:
+        InputError: an option is one that the sweep gives to each run itself.
+    """
+    known = SweepSettings.__dataclass_fields__
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = list(args)
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        name = {"-c": "config", "-h": "help"}.get(option, option.removeprefix("--"))
+        values = [value] if equals else []
+        while not equals and rest and not rest[0].startswith("--") and rest[0] != "-c":
+            values.append(rest.pop(0))
+        if name in OURS:
+            raise InputError(f"{name} is set by the sweep for each run; leave it out")
+        if name == "config":
+            own += [part for one in values or [""] for part in ("--config", one)]
+        elif name in known or name == "help":
+            own += [f"--{name}", *values]
+        else:
+            overrides += [f"{option}{equals}{value}", *([] if equals else values)]
+    return own, overrides
+
+
+class _ReadError(Exception):
+    """A recipe that was read and checked; nothing has been made of it."""
+
+    def __init__(self, recipe: dict[str, Any]) -> None:
+        super().__init__()
+        self.recipe = recipe
+
+
+class RecipeCLI(TrainCLI):
+    """`fit` up to the point where it has checked all its options."""
+
+    def before_instantiate_classes(self) -> NoReturn:
+        """Ends here, with the whole recipe."""
+        command = self.config["subcommand"]
+        text = self._parser(command).dump(self.config[command], skip_none=False, format="yaml")
+        raise _ReadError(yaml.safe_load(text))
+
+
+def read_recipe(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """All values of a recipe, as `fit` would use them.
+
+    Raises:
+        InputError: it cannot be read, or holds a key or a value that `fit` refuses.
+    """
+    quiet()
+    # A folder of its own: without one `fit` would look for one that is free.
+    args = ["fit", "--config", str(path), "--run_dir", os.devnull, *overrides]
+    try:
+        RecipeCLI(args, Signals())
+    except _ReadError as read:
+        return read.recipe
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    raise AssertionError("LightningCLI calls before_instantiate_classes")
+
+
+def digest(recipe: dict[str, Any]) -> str:
+    """A hash of all values, to notice a recipe that was changed between two calls."""
+    text = yaml.safe_dump(recipe | {"run_dir": None}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def show(finished: Sequence[tuple[str, int, list[dict]]], console: Console | None = None) -> None:
+    """A line for each recipe and relay setting; columns: pooled tau by temperature.
+
+    Args:
+        finished: name of the recipe, seed, and rows of the bench.
+    """
+    if not finished:
+        return
+    taus: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for name, _, rows in finished:
+        for row in rows:
+            if row["family"] == "pooled":
+                cells = taus.setdefault((name, row["relay"]), {})
+                cells.setdefault(row["temperature"], []).append(row["tau"])
+    console = console or screen()
+    temperatures = sorted({t for cells in taus.values() for t in cells})
+    lines = table(console)
+    lines.add_column("recipe", overflow="fold")
+    lines.add_column("relay")
+    lines.add_column("seeds", justify="right")
+    for temperature in temperatures:
+        lines.add_column(f"tau, T={temperature:g}", justify="right", no_wrap=True)
+    for (name, relay), cells in taus.items():
+        seeds = max(len(values) for values in cells.values())
+        lines.add_row(
+            name, relay, str(seeds), *(with_spread(cells.get(t, []), "+-") for t in temperatures)
+        )
+    console.print("mean over seeds +- (largest - smallest), all families", highlight=False)
+    print_table(console, lines)

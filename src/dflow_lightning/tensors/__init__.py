@@ -1,0 +1,1 @@
+"""Functions on tensors without parameters: blocks, attention, acceptance, loss, metrics."""

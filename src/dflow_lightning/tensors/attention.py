@@ -1,0 +1,258 @@
+"""Attention of draft blocks: every block sees the context before its anchor and its own slots.
+
+Scores against other blocks are never part of the result. Two formulations give the same numbers:
+`dense` puts context and blocks behind one boolean mask. Two others spend no work on other blocks:
+`split` attends to the context and to the own block apart and merges the two by their log-sum-exp,
+on a CPU; `flex` leaves out whole tiles of scores, on a GPU.
+
+Shapes: B batch, N blocks per sequence, K block size, L context length, H/G query/key-value heads, E
+head size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from dflow_lightning.errors import InputError
+from dflow_lightning.tensors.attention_flex import flex_blocks
+
+Backend = Literal["auto", "dense", "split", "flex"]
+DENSE_MASK_LIMIT = 2**30  # bytes
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def block_attention(
+    q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor,
+    anchors_BN: Tensor, backend: Backend = "auto", starts_BN: Tensor | None = None,
+    carried_BNJ: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend from each block to `context < anchor` and to the block itself, non-causally.
+
+    Args:
+        q: `[B, H, N, K, E]`.
+        k_block, v_block: `[B, G, N, K, E]`; of carried rows J more behind each block's own.
+        k_context, v_context: `[B, G, L, E]`; column l holds absolute position l.
+        anchors_BN: context length of each block: position l is visible when l < anchor, strictly,
+            because the feature at the anchor does not exist yet when the block is drafted.
+        starts_BN: first visible position of each block, where a row holds several documents.
+        carried_BNJ: whether a block sees each of its carried rows, which no other block sees.
+
+    Returns:
+        `[B, H, N, K, E]`.
+
+    Raises:
+        InputError: `dense` would need a mask above 1 GiB.
+    """
+    backend = choose(backend, q.shape[2], q.device, q.dtype)
+    if backend == "flex":
+        found = _flex(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ)
+        if found is not None:
+            return found
+    group = q.shape[1] // k_block.shape[1]
+    k_block, v_block, k_context, v_context = (
+        t.repeat_interleave(group, dim=1) for t in (k_block, v_block, k_context, v_context)
+    )
+    attend = _split if backend == "split" else _dense
+    return attend(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ)
+
+
+def own_visible(carried_BNJ: Tensor, block_size: int) -> Tensor:
+    """`[B, N, K+J]`: which keys of its own a block sees, all its slots and the carried rows."""
+    slots_BNK = carried_BNJ.new_ones(*carried_BNJ.shape[:2], block_size)
+    return torch.cat([slots_BNK, carried_BNJ], dim=-1)
+
+
+def choose(
+    backend: Backend, num_blocks: int, device: torch.device, dtype: torch.dtype
+) -> Literal["dense", "split", "flex"]:
+    """What `auto` stands for: `flex` on a GPU, `split` on a CPU, `dense` for a single block.
+
+    Raises:
+        InputError: `split` is asked for where its kernel does not run.
+    """
+    # A single block has no neighbours to waste work on.
+    splits = device.type == "cpu" and dtype != torch.float64
+    if backend == "auto":
+        if num_blocks == 1:
+            return "dense"
+        return "split" if splits else "flex" if device.type == "cuda" else "dense"
+    if backend == "split" and not splits:
+        raise InputError(
+            f"model.attention is split, which runs on a CPU in float32 and less, not on "
+            f"{device.type} in {dtype}; set it to auto"
+        )
+    return backend
+
+
+_flex_works = True
+
+
+def _flex(*arguments) -> Tensor | None:
+    """flex_attention, or None where its kernel does not fit the GPU; that is said once."""
+    global _flex_works
+    if not _flex_works:
+        return None
+    try:
+        return flex_blocks(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if "out of resource" not in str(error).lower():
+            raise
+        _flex_works = False
+        warnings.warn(
+            f"flex_attention does not run on this GPU ({str(error).splitlines()[0][:120]}); "
+            "attention goes on with a dense mask",
+            stacklevel=2,
+        )
+        return None
+
+
+def context_visible(anchors_BN: Tensor, length: int, starts_BN: Tensor | None = None) -> Tensor:
+    """`[B, N, L]`: whether a block sees a context position, `start <= l < anchor`."""
+    positions_L = torch.arange(length, device=anchors_BN.device)
+    visible_BNL = positions_L < anchors_BN.unsqueeze(-1)
+    return visible_BNL if starts_BN is None else visible_BNL & (positions_L >= starts_BN[..., None])
+
+
+def _dense(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ) -> Tensor:
+    B, _, N, K, _ = q.shape
+    own = k_block.shape[3]  # keys of a block's own
+    if N > 1:
+        size = B * N * K * (k_context.shape[2] + N * own) * q.element_size()
+        if size > DENSE_MASK_LIMIT:
+            raise InputError(
+                f"model.attention is dense, and a mask of {B} x {N} blocks takes "
+                f"{size / 2**30:.1f} GiB; set it to auto, or lower model.num_anchors or "
+                "data.batch_size"
+            )
+    context_BNL = context_visible(anchors_BN, k_context.shape[2], starts_BN)
+    own_NM = torch.eye(N, dtype=torch.bool, device=q.device).repeat_interleave(own, dim=1)
+    own_BNM = own_NM.expand(B, N, N * own)
+    if carried_BNJ is not None:
+        own_BNM = own_BNM & own_visible(carried_BNJ, K).flatten(1).unsqueeze(1)
+    visible = torch.cat([context_BNL, own_BNM], dim=-1)
+    mask = visible.repeat_interleave(K, dim=1).unsqueeze(1)
+    keys = torch.cat([k_context, k_block.flatten(2, 3)], dim=2)
+    values = torch.cat([v_context, v_block.flatten(2, 3)], dim=2)
+    return scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=mask).view_as(q)
+
+
+def _split(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ) -> Tensor:
+    return _SplitAttention.apply(
+        q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ
+    )
+
+
+class _SplitAttention(torch.autograd.Function):
+    """Two flash attentions under one softmax.
+
+    Forward: `out = out_c * exp(lse_c - lse) + out_b * exp(lse_b - lse)` with the joint
+    `lse = logaddexp(lse_c, lse_b)`. Backward: flash attention's gradient needs only the joint
+    output and log-sum-exp, so each part's own backward is called with those (the identity ring
+    attention rests on). Blocks go to the context in a few groups, each as far as its last anchor.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ
+    ):
+        B, H, N, K, E = q.shape
+        q_rows = q.reshape(B, H, N * K, E)
+        parts = []
+        for blocks, rows, length in _groups(anchors_BN, K):
+            mask, empty = _additive_mask(q, length, anchors_BN, starts_BN, blocks)
+            # A block without context would be a row without keys: let it see all, and weigh zero.
+            visible = mask.masked_fill(empty.unsqueeze(-1), 0.0) if empty.any() else mask
+            keys, values = k_context[:, :, :length], v_context[:, :, :length]
+            out, lse = _flash(q_rows[:, :, rows], keys, values, attn_mask=visible)
+            parts.append((out, lse.masked_fill(empty, float("-inf")).unsqueeze(-1)))
+        out_c, lse_c = (torch.cat(one, dim=2) for one in zip(*parts, strict=True))
+        own = [t.transpose(1, 2).flatten(0, 1) for t in (q, k_block, v_block)]
+        out_b, lse_b = _flash(*own, attn_mask=_own_mask(q, carried_BNJ))
+        out_b = out_b.view(B, N, H, K, E).transpose(1, 2).reshape(B, H, N * K, E)
+        lse_b = lse_b.view(B, N, H, K).transpose(1, 2).reshape(B, H, N * K, 1)
+        lse = torch.logaddexp(lse_c, lse_b)
+        # The log-sum-exps are float32, whatever the inputs are.
+        out = (out_c * (lse_c - lse).exp() + out_b * (lse_b - lse).exp()).to(q.dtype)
+        inputs = (q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ)
+        ctx.save_for_backward(*inputs, out, lse.squeeze(-1))
+        return out.view(B, H, N, K, E)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ, out, lse = (
+            ctx.saved_tensors
+        )
+        B, H, N, K, E = q.shape
+        grad_rows = gradients[0].reshape(B, H, N * K, E)
+        q_rows = q.reshape(B, H, N * K, E)
+        dq_parts = []
+        dk_c, dv_c = torch.zeros_like(k_context), torch.zeros_like(v_context)
+        for blocks, rows, length in _groups(anchors_BN, K):
+            mask, _ = _additive_mask(q, length, anchors_BN, starts_BN, blocks)
+            dq, dk, dv = _flash_backward(
+                grad_rows[:, :, rows], q_rows[:, :, rows],
+                k_context[:, :, :length], v_context[:, :, :length],
+                out[:, :, rows], lse[:, :, rows], 0.0, False, attn_mask=mask,
+            )  # fmt: skip
+            dq_parts.append(dq)
+            dk_c[:, :, :length] += dk
+            dv_c[:, :, :length] += dv
+
+        def own(rows: Tensor) -> Tensor:
+            blocks = rows.reshape(B, H, N, K, *rows.shape[3:]).transpose(1, 2)
+            return blocks.reshape(B * N, H, K, *rows.shape[3:])
+
+        keys, values = (t.transpose(1, 2).flatten(0, 1) for t in (k_block, v_block))
+        parts = _flash_backward(
+            own(grad_rows), own(q_rows), keys, values, own(out), own(lse), 0.0, False,
+            attn_mask=_own_mask(q, carried_BNJ),
+        )  # fmt: skip
+        dq_b, dk_b, dv_b = (t.unflatten(0, (B, N)).transpose(1, 2) for t in parts)
+        dq = torch.cat(dq_parts, dim=2).view_as(q) + dq_b
+        return dq, dk_b, dv_b, dk_c, dv_c, None, None, None
+
+
+def _own_mask(q: Tensor, carried_BNJ: Tensor | None) -> Tensor | None:
+    """Zero or minus infinity, `[B*N, 1, K, K+J]`; None where a block has its slots alone."""
+    if carried_BNJ is None:
+        return None
+    K = q.shape[3]
+    visible_BNM = own_visible(carried_BNJ, K).flatten(0, 1)[:, None, None]
+    mask = q.new_zeros(visible_BNM.shape).masked_fill_(~visible_BNM, float("-inf"))
+    return mask.expand(-1, -1, K, -1).contiguous()
+
+
+def _groups(anchors_BN: Tensor, block_size: int) -> list[tuple[slice, slice, int]]:
+    """Blocks in at most four groups: which, their rows, and the context that any of them sees."""
+    N = anchors_BN.shape[1]
+    size = max(8, -(-N // 4))
+    found = []
+    for start in range(0, N, size):
+        blocks = slice(start, min(start + size, N))
+        rows = slice(blocks.start * block_size, blocks.stop * block_size)
+        found.append((blocks, rows, max(1, int(anchors_BN[:, blocks].max()))))
+    return found
+
+
+def _additive_mask(
+    q: Tensor, length: int, anchors_BN: Tensor, starts_BN: Tensor | None, blocks: slice
+) -> tuple[Tensor, Tensor]:
+    """Zero or minus infinity, `[B, 1, rows, L]`, and rows that see nothing, `[B, 1, rows]`."""
+    starts = None if starts_BN is None else starts_BN[:, blocks]
+    visible_BNL = context_visible(anchors_BN[:, blocks], length, starts)
+    mask = q.new_zeros(visible_BNL.shape).masked_fill_(~visible_BNL, float("-inf"))
+    empty_BN = ~visible_BNL.any(-1)
+    K = q.shape[3]
+    return (
+        mask.repeat_interleave(K, dim=1).unsqueeze(1),
+        empty_BN.repeat_interleave(K, dim=1).unsqueeze(1),
+    )

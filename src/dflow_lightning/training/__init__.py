@@ -1,0 +1,1 @@
+"""What Lightning trains: modules, rollouts, loss inputs and validation by decoding."""
