@@ -29,11 +29,15 @@ class ZeroPrecision(DeepSpeedPrecision):
     """Float32 weights, gradients and moments; bf16-mixed computes under autocast, as DDP does.
 
     DeepSpeed's own bf16 mode would train a bfloat16 copy of the weights and cast buffers with it.
+
+    Args:
+        strategy: asked for its device when a forward begins. Lightning hands over the plug-in
+            before it hands over the devices, so the device is not known here yet.
     """
 
-    def __init__(self, precision: Any, device: str) -> None:
+    def __init__(self, precision: Any, strategy: "ZeroStrategy") -> None:
         super().__init__(precision)
-        self.device = device
+        self.strategy = strategy
 
     def convert_input(self, data: Any) -> Any:
         """Batches stay as they are."""
@@ -42,8 +46,9 @@ class ZeroPrecision(DeepSpeedPrecision):
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """Autocast where the run is mixed; rollouts and validation use it too."""
+        device = self.strategy.root_device.type
         mixed = self.precision == "bf16-mixed"
-        with torch.autocast(self.device, torch.bfloat16, enabled=mixed, cache_enabled=False):
+        with torch.autocast(device, torch.bfloat16, enabled=mixed, cache_enabled=False):
             yield
 
 
@@ -110,8 +115,7 @@ class ZeroStrategy(DeepSpeedStrategy):
                     f"trainer.precision is {plugin.precision}, which ZeRO does not train in "
                     f"here; choose of {', '.join(PRECISIONS)}"
                 )
-            device = self.parallel_devices[0].type if self.parallel_devices else "cpu"
-            plugin = ZeroPrecision(plugin.precision, device)
+            plugin = ZeroPrecision(plugin.precision, self)
         self._precision_plugin = plugin
 
     def setup_environment(self) -> None:
