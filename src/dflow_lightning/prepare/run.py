@@ -36,7 +36,7 @@ from dflow_lightning.prepare.source import (
 )
 
 # Part of a prepared folder's identity. Raise it when the same source, target and settings give
-# other rows; test_prepare.py holds the rows of this version and fails when they change.
+# other rows; tests/data/test_golden_rows.py holds this version's rows and fails when they change.
 ROWS_VERSION = 1
 
 
