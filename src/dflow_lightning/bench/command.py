@@ -26,6 +26,7 @@ from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.steps import Backend
 from dflow_lightning.decode.tree import check_settings as check_tree_settings
 from dflow_lightning.errors import InputError
+from dflow_lightning.models.device import Dtype, choose_device
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.terminal import STDOUT, bar, is_live, print_json, screen
 
@@ -53,6 +54,8 @@ def bench_command(
     seed: int = 0,
     overlap: bool = False,
     quiet: bool = False,
+    device: str = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Measure drafters by real decoding of held-out prompts, against plain decoding.
 
@@ -82,6 +85,9 @@ def bench_command(
         overlap: also draft every round of a relay-on decoding without its relay, and say where the
             relay helps: by the accepted drafts of the round before, by slot and by entropy.
         quiet: print the tables only.
+        device: `cpu`, `cuda`, or one GPU such as `cuda:1`; auto is the GPU where there is one.
+        dtype: of the target's weights; auto is bfloat16 on a GPU and float32 on a CPU. Whether
+            answers equal the plain ones is asserted in float32 alone.
     """
     settings = BenchSettings(
         temperatures=temperature,
@@ -101,7 +107,7 @@ def bench_command(
     choice.check()
     if not choice.tasks:
         suite_path(suite, target)  # a missing file is said before a target is loaded
-    frozen = FrozenTarget.load(target)
+    frozen = FrozenTarget.load(target, device=choose_device(device), dtype=dtype)
     decoders = {str(one): SpeculativeDecoder.from_export(one, frozen) for one in drafter}
     if overlap:
         check_overlap(decoders, settings)
@@ -217,6 +223,7 @@ def environment(target: FrozenTarget, settings: BenchSettings, suite: Suite) -> 
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": str(target.device),
+        "gpu": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None,
         "dtype": str(target.dtype).removeprefix("torch."),
         "target": target.name,
         "target_fingerprint": target.fingerprint,

@@ -13,6 +13,7 @@ from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.steps import Backend
 from dflow_lightning.decode.tree import check_settings
 from dflow_lightning.errors import InputError
+from dflow_lightning.models.device import Dtype, choose_device
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.tensors.metrics import acceptance_summary
 
@@ -36,6 +37,8 @@ def decode_command(
     json: bool = False,
     thinking: bool = False,
     plain: bool = False,
+    device: str = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Answer one prompt, or a file of them, by speculative decoding.
 
@@ -59,6 +62,8 @@ def decode_command(
         json: print one JSON object per prompt instead of text.
         thinking: let the target think first, where its chat template knows how.
         plain: decode with the target alone, to compare.
+        device: `cpu`, `cuda`, or one GPU such as `cuda:1`; auto is the GPU where there is one.
+        dtype: of the target's weights; auto is bfloat16 on a GPU and float32 on a CPU.
     """
     if (prompt is None) == (prompts is None):
         raise InputError("prompt: give one of --prompt and --prompts")
@@ -76,7 +81,7 @@ def decode_command(
         "max_new_tokens": max_new_tokens,
     }  # fmt: skip
     Request(prompt_ids=[0], **settings)  # refuses bad settings before anything is loaded
-    frozen = FrozenTarget.load(target)
+    frozen = FrozenTarget.load(target, device=choose_device(device), dtype=dtype)
     requests = read_requests(prompt, prompts, frozen, thinking)
     decoder = SpeculativeDecoder.from_export(drafter, frozen)
     relay_used = relay == "on" and decoder.relay is not None and not plain

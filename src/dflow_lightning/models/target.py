@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from dflow_lightning.errors import InputError
+from dflow_lightning.models.device import choose_dtype
 from dflow_lightning.models.fingerprint import weights_fingerprint
 from dflow_lightning.models.slot_cache import SlotCache
 
@@ -73,12 +74,13 @@ class FrozenTarget:
         """Load a target from a hub id or a folder.
 
         Args:
-            dtype: `auto` is float32 on a CPU and bfloat16 elsewhere.
+            dtype: a name of `choose_dtype`.
 
         Raises:
-            InputError: the folder does not exist or is damaged, or the architecture cannot be
-                tapped or rewound.
+            InputError: the dtype is unknown, the folder does not exist or is damaged, or the
+                architecture cannot be tapped or rewound.
         """
+        weights_dtype = choose_dtype(dtype, torch.device(device))
         folder = Path(path).expanduser()
         if folder.exists() and not (folder / "config.json").is_file():
             raise InputError(
@@ -93,10 +95,8 @@ class FrozenTarget:
             )
         if not sys.stderr.isatty():
             disable_progress_bar()
-        if dtype == "auto":
-            dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
         source = str(folder) if folder.exists() else path
-        options = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
+        options = {"dtype": weights_dtype, "attn_implementation": attn_implementation}
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, output_loading_info=True, **options

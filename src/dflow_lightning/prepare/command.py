@@ -7,8 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from dflow_lightning.data.prepared import is_prepared, read_manifest
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.tokenizer import (
@@ -21,6 +19,7 @@ from dflow_lightning.data.tokenizer import (
 from dflow_lightning.data.turns import Supervise
 from dflow_lightning.errors import InputError
 from dflow_lightning.files import check_writable
+from dflow_lightning.models.device import choose_device
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.prepare.dialogue import Generator, Sampling
 from dflow_lightning.prepare.from_engine import EngineGenerator
@@ -184,9 +183,7 @@ def prepare_command(
 
 
 def _load(target: str, device: str, dtype: str) -> FrozenTarget:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return FrozenTarget.load(target, dtype=dtype, device=device)
+    return FrozenTarget.load(target, dtype=dtype, device=choose_device(device))
 
 
 def _run(preparation: Preparation, overwrite: bool) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from dflow_lightning.commandline.arguments import ToolParser, option_types, spell_out
 from dflow_lightning.errors import InputError
 from dflow_lightning.html import with_spread
+from dflow_lightning.models.device import Dtype, choose_device
 from dflow_lightning.run.fit import TrainCLI, quiet
 from dflow_lightning.run.signals import Signals
 from dflow_lightning.sweep.folder import SweepFolder, SweepStore
@@ -45,6 +46,8 @@ class SweepSettings:
         concurrency: requests in flight at the same time.
         max_new_tokens: upper limit of an answer.
         overlap: also measure where each relay helps; takes as long again.
+        device: where drafters are measured, see `bench`; trainings follow `--trainer.accelerator`.
+        dtype: of the target when drafters are measured, see `bench`.
     """
 
     config: list[Path]
@@ -57,10 +60,13 @@ class SweepSettings:
     concurrency: int = 8
     max_new_tokens: int = 128
     overlap: bool = False
+    device: str = "auto"
+    dtype: Dtype = "auto"
 
     def __post_init__(self) -> None:
         if not self.config:
             raise InputError("config: no recipe given; name one or more files")
+        choose_device(self.device)  # refuses what is not here before anything is trained
         for name in ("seeds", "per_family", "concurrency"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; give 1 or more")
@@ -83,6 +89,8 @@ class SweepSettings:
             "--concurrency", str(self.concurrency), "--max_new_tokens", str(self.max_new_tokens),
         ]  # fmt: skip
         options += [] if self.limit is None else ["--limit", str(self.limit)]
+        options += [] if self.device == "auto" else ["--device", self.device]
+        options += [] if self.dtype == "auto" else ["--dtype", self.dtype]
         return options + ["--overlap"] * (self.overlap and relay)
 
 

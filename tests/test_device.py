@@ -1,0 +1,146 @@
+"""Where a target is loaded: one decision for all commands, refused before anything is read."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflow_lightning.__main__ import main
+from dflow_lightning.bench.command import bench_command
+from dflow_lightning.decode.command import decode_command
+from dflow_lightning.errors import InputError
+from dflow_lightning.models.device import choose_device, choose_dtype
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.sweep.command import SweepSettings
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def gpus(monkeypatch) -> Callable[[int], None]:
+    """Makes torch report so many GPUs."""
+
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "expected"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda"),
+        ("cpu", 2, "cpu"),
+        ("cuda", 1, "cuda"),
+        ("cuda:1", 2, "cuda:1"),
+    ],
+)
+def test_device(gpus, name, count, expected):
+    gpus(count)
+    assert choose_device(name) == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "expected"),
+    [
+        ("cuda", 0, "device is cuda, but torch finds no GPU here"),
+        ("cuda:2", 2, "device is cuda:2, but there are 2 GPUs"),
+        ("gpu", 1, "device is gpu; choose auto"),
+        ("meta", 1, "device is meta; choose auto"),
+        ("cuda:x", 1, "device is cuda:x; choose auto"),
+    ],
+)
+def test_a_device_that_is_not_here(gpus, name, count, expected):
+    gpus(count)
+    with pytest.raises(InputError, match=expected):
+        choose_device(name)
+    with pytest.raises(InputError, match=expected):
+        SweepSettings(config=[Path(__file__)], device=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"),
+    [
+        ("auto", CPU, torch.float32),
+        ("auto", GPU, torch.bfloat16),
+        ("bfloat16", CPU, torch.bfloat16),
+        ("float32", GPU, torch.float32),
+        ("float16", GPU, torch.float16),
+    ],
+)
+def test_dtype(name, device, expected):
+    assert choose_dtype(name, device) is expected
+
+
+def test_an_unknown_dtype(tiny_target_dir):
+    with pytest.raises(InputError, match="dtype is fp8; choose one of auto, float32"):
+        FrozenTarget.load(str(tiny_target_dir), dtype="fp8")
+
+
+def test_loading_resolves_auto_by_its_device(tiny_target_dir, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_: self)  # there is no GPU to go to
+    assert FrozenTarget.load(str(tiny_target_dir), device="cuda").dtype is torch.bfloat16
+    assert FrozenTarget.load(str(tiny_target_dir)).dtype is torch.float32
+
+
+class LoadedError(Exception):
+    """Carries what a target would have been loaded with."""
+
+
+def bench_of(folder: str, **options: Any) -> None:
+    bench_command(target=folder, drafter=[Path(folder)], suite=__file__, **options)
+
+
+def decode_of(folder: str, **options: Any) -> None:
+    decode_command(target=folder, drafter=Path(folder), prompt="hello", **options)
+
+
+@pytest.mark.parametrize("command", [bench_of, decode_of])
+@pytest.mark.parametrize(
+    ("options", "count", "device", "dtype"),
+    [
+        ({}, 1, GPU, torch.bfloat16),
+        ({}, 0, CPU, torch.float32),
+        ({"dtype": "float32"}, 1, GPU, torch.float32),
+        ({"device": "cpu", "dtype": "bfloat16"}, 1, CPU, torch.bfloat16),
+        ({"device": "cuda:1"}, 2, torch.device("cuda:1"), torch.bfloat16),
+    ],
+)
+def test_commands_load_where_they_are_asked_to(
+    command, options, count, device, dtype, gpus, monkeypatch
+):
+    def load(path: str, *, device: Any = "cpu", dtype: str = "auto") -> None:
+        raise LoadedError(torch.device(device), choose_dtype(dtype, torch.device(device)))
+
+    gpus(count)
+    monkeypatch.setattr(FrozenTarget, "load", load)
+    with pytest.raises(LoadedError) as caught:
+        command("target", **options)
+    assert caught.value.args == (device, dtype)
+
+
+@pytest.mark.parametrize("command", ["bench", "decode"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [(["--device", "cuda"], "device is cuda, but"), (["--dtype", "int8"], "dtype")],
+)
+def test_one_sentence_and_status_2(command, options, expected, gpus, monkeypatch, capsys):
+    gpus(0)
+    monkeypatch.setattr(FrozenTarget, "load", lambda *_, **__: pytest.fail("loaded"))
+    asked = ["--suite", __file__] if command == "bench" else ["--prompt", "hello"]
+    assert main([command, "--target", "t", "--drafter", "d", *asked, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert expected in line
+
+
+def test_a_sweep_measures_where_it_is_asked_to(gpus):
+    gpus(2)
+    config = [Path(__file__)]
+    assert "--device" not in SweepSettings(config=config).bench_options()
+    chosen = SweepSettings(config=config, device="cuda:1", dtype="float32").bench_options()
+    assert chosen[-4:] == ["--device", "cuda:1", "--dtype", "float32"]
