@@ -195,7 +195,7 @@ def test_positions_attention_anchors_and_labels_stay_inside(both):
         capacity = S + a.positions_BN.shape[1] * K
         layout = BlockLayout.behind(S, capacity, a.positions_BN, K, a.starts_BN)
         seen_BNL = context_visible(a.positions_BN, S, a.starts_BN)
-        _, supervised_BNK = slot_labels(together.input_ids_BS, together.loss_mask_BS, a, K)
+        _, supervised_BNJ = slot_labels(together.input_ids_BS, together.loss_mask_BS, a, K)
         for b, n in a.valid_BN.nonzero().tolist():
             anchor = int(a.positions_BN[b, n])
             mine = samples[b] == samples[b, anchor]
@@ -215,7 +215,7 @@ def test_positions_attention_anchors_and_labels_stay_inside(both):
                 inside = position < S and bool(mine[position])
                 if j:
                     label = inside and bool(together.loss_mask_BS[b, position])
-                    assert bool(supervised_BNK[b, n, j - 1]) == label
+                    assert bool(supervised_BNJ[b, n, j - 1]) == label
             checked += 1
     assert checked > 100
 

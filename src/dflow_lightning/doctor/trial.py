@@ -3,7 +3,7 @@
     overfit      one block is learned in 50 steps
     lossless     speculative decoding gives what plain decoding gives
 
-Shapes: B batch, S sequence, N blocks, K block size, R rounds.
+Shapes: B batch, S sequence, N blocks, K block size, J = K-1 drafts, R rounds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def block_to_learn(here: Loaded) -> tuple[Anchors, int]:
     """The block with the most supervised slots, and how many it has."""
     batch, anchors = here.batch, here.inputs.rounds[0].anchors
     K = here.drafter.dims.block_size
-    _, supervised_BNK = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
-    counts_N = supervised_BNK.sum(-1)[0]
+    _, supervised_BNJ = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
+    counts_N = supervised_BNJ.sum(-1)[0]
     best = slice(int(counts_N.argmax()), int(counts_N.argmax()) + 1)
     parts = (anchors.positions_BN, anchors.valid_BN, anchors.starts_BN, anchors.ends_BN)
     one = Anchors(*(None if part is None else part[:, best] for part in parts))  # type: ignore[arg-type]

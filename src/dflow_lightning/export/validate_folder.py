@@ -156,7 +156,7 @@ def draft_logits(
     """Logits of the block that starts at the last of some tokens, `[1, 1, K, V]`.
 
     With a relay, the block before it is taken to be rejected as a whole. An EAGLE-3 drafter has
-    those of its drafts, `[1, K-1, V]`.
+    those of its drafts, `[1, J, V]`.
     """
     if isinstance(drafter, Eagle3Drafter):
         return step_logits(target, drafter, token_ids)

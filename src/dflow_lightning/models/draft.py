@@ -49,7 +49,7 @@ def draft_hidden(
     starts_BN: Tensor | None = None,
     carried: CarriedRows | None = None,
 ) -> Tensor:
-    """Hidden states of slots 1..K-1, `[B, N, K-1, D]`, ready for the target's head."""
+    """Hidden states of slots 1..K-1, `[B, N, J, D]`, ready for the target's head."""
     hidden_BNKD = drafter(x_BNKD, context, anchors_BN, starts_BN=starts_BN, carried=carried)
     return hidden_BNKD[..., 1:, :]
 
@@ -64,7 +64,7 @@ def draft_tokens(
     gold_BNJ: Tensor | None = None,
     carried: CarriedRows | None = None,
 ) -> Tensor:
-    """Greedy drafts of slots 1..K-1, `[B, N, K-1]`, from one drafter forward.
+    """Greedy drafts of slots 1..K-1, `[B, N, J]`, from one drafter forward.
 
     Args:
         gold_BNJ: tokens that a causal head reads in place of its own drafts.

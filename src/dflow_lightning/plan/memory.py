@@ -297,7 +297,7 @@ class Plan:
         return layers * self.rows * slots * (length + slots) * self.precision.compute
 
     def logits(self) -> int:
-        """`[chunk, K-1, V]`: the softmax in float32, and once in the head's type beside it.
+        """`[chunk, J, V]`: the softmax in float32, and once in the head's type beside it.
 
         A causal head has two softmaxes, of which each keeps its input and has a gradient.
         """

@@ -16,8 +16,8 @@ def accept(drafts: Tensor, chosen: Tensor) -> Tensor:
     """Number of leading draft tokens that equal the target's choice: the definition of acceptance.
 
     Args:
-        drafts: draft tokens of slots 1..K-1, `[..., K-1]`.
-        chosen: what the target chose for the same positions, `[..., K-1]`.
+        drafts: draft tokens of slots 1..K-1, `[..., J]`.
+        chosen: what the target chose for the same positions, `[..., J]`.
 
     Returns:
         `num_accepted`, `[...]`, between 0 and K-1. The acceptance length tau counts one more, the
@@ -35,7 +35,7 @@ def rejected_token(drafts: Tensor, num_accepted: Tensor) -> Tensor:
     """The draft after the accepted ones, `[...]`; any draft where all were accepted.
 
     Args:
-        drafts: draft tokens of slots 1..K-1, `[..., K-1]`.
+        drafts: draft tokens of slots 1..K-1, `[..., J]`.
         num_accepted: from `accept`, `[...]`.
     """
     slot = num_accepted.clamp(max=drafts.shape[-1] - 1).unsqueeze(-1)

@@ -5,7 +5,7 @@ token at its own position, `anchor + k`. Everything is at absolute positions of 
 is packed from several documents, a block belongs to one of them and knows its span: nothing outside
 it is seen, asked or counted, and rotary positions count from its start.
 
-Shapes: B batch, S sequence, N blocks per sequence, K block size, D hidden.
+Shapes: B batch, S sequence, N blocks per sequence, K block size, J = K-1 drafts, D hidden.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def gather_slots(
 def slot_labels(
     input_ids_BS: Tensor, loss_mask_BS: Tensor, anchors: Anchors, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Labels of slots 1..K-1 and whether each is supervised, both `[B, N, K-1]`.
+    """Labels of slots 1..K-1 and whether each is supervised, both `[B, N, J]`.
 
     A slot counts when its block is valid and its position is supervised and inside the document.
     """

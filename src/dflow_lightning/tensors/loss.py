@@ -1,8 +1,9 @@
-"""The block loss: cross-entropy on the data's tokens, weighted down away from the anchor.
+"""The block loss: cross-entropy on the data's tokens, or the divergence from the target.
 
-The target's own distribution in place of the data's tokens is in `soft_targets.py`.
+Both weigh a slot less the further it stands from the anchor, and never hold all logits at once.
 
-Shapes: B batch, N blocks per sequence, K block size, D hidden, V vocabulary.
+Shapes: B batch, N blocks per sequence, K block size, J = K-1 drafts, D hidden, V
+vocabulary, T tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class LossConfig:
         return blocks_within(CHUNK_BYTES // logits, block_size - 1, vocab_size)
 
     def weigh(
-        self, losses_BNK: Tensor, supervised_BNK: Tensor, slot_weights_K: Tensor
+        self, losses_BNJ: Tensor, supervised_BNJ: Tensor, slot_weights_J: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Weights of the slots' losses, and what their weighted sum is divided by the sum of.
 
@@ -91,10 +92,10 @@ class LossConfig:
         divides by the number of rows, which is another constant.)
         """
         if self.kind == "dpace":
-            weights_BNK = dpace_weights(losses_BNK, supervised_BNK, self.dpace_alpha)
-            return weights_BNK, supervised_BNK.to(weights_BNK.dtype)
-        weights_BNK = supervised_BNK * slot_weights_K
-        return weights_BNK, weights_BNK
+            weights_BNJ = dpace_weights(losses_BNJ, supervised_BNJ, self.dpace_alpha)
+            return weights_BNJ, supervised_BNJ.to(weights_BNJ.dtype)
+        weights_BNJ = supervised_BNJ * slot_weights_J
+        return weights_BNJ, weights_BNJ
 
 
 def blocks_within(limit: int, slots: int, vocab_size: int) -> int:
@@ -153,7 +154,7 @@ def slot_weights(block_size: int, gamma: float) -> Tensor:
     return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
 
 
-def dpace_weights(losses_BNK: Tensor, supervised_BNK: Tensor, alpha: float) -> Tensor:
+def dpace_weights(losses_BNJ: Tensor, supervised_BNJ: Tensor, alpha: float) -> Tensor:
     """Weights of slots 1..K-1 by what each contributes to the expected acceptance length.
 
     `w_j = sum over m >= j of product over i <= m of ((1 - alpha) q_i + alpha)`, where
@@ -162,23 +163,23 @@ def dpace_weights(losses_BNK: Tensor, supervised_BNK: Tensor, alpha: float) -> T
     in products and 0 in sums, and weighs nothing. D-PACE (arXiv 2605.18810), equation 8.
 
     Args:
-        losses_BNK: cross-entropy of each slot, `[B, N, K-1]`.
+        losses_BNJ: cross-entropy of each slot, `[B, N, J]`.
     """
-    confidence_BNK = (1 - alpha) * torch.exp(-losses_BNK.detach()) + alpha
-    prefix_BNK = confidence_BNK.where(supervised_BNK, torch.ones_like(confidence_BNK)).cumprod(-1)
-    counted_BNK = prefix_BNK * supervised_BNK
-    return counted_BNK.flip(-1).cumsum(-1).flip(-1) * supervised_BNK
+    confidence_BNJ = (1 - alpha) * torch.exp(-losses_BNJ.detach()) + alpha
+    prefix_BNJ = confidence_BNJ.where(supervised_BNJ, torch.ones_like(confidence_BNJ)).cumprod(-1)
+    counted_BNJ = prefix_BNJ * supervised_BNJ
+    return counted_BNJ.flip(-1).cumsum(-1).flip(-1) * supervised_BNJ
 
 
 def token_losses(
-    hidden_BNKD: Tensor, labels_BNK: Tensor, head: Callable[[Tensor], Tensor], chunk_blocks: int,
+    hidden_BNJD: Tensor, labels_BNJ: Tensor, head: Callable[[Tensor], Tensor], chunk_blocks: int,
     weight_VD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Cross-entropy and greedy prediction of every slot, without ever holding all logits.
 
     Args:
-        hidden_BNKD: drafter output of the predicted slots.
-        labels_BNK: token ids; those that do not count may be anything inside the vocabulary.
+        hidden_BNJD: drafter output of the predicted slots.
+        labels_BNJ: token ids; those that do not count may be anything inside the vocabulary.
         head: hidden states to logits.
         weight_VD: the head's matrix, frozen, where it is nothing more; then no logit is computed
             twice.
@@ -186,8 +187,8 @@ def token_losses(
     Returns:
         float32 losses and predicted ids, both shaped like the labels.
     """
-    hidden = hidden_BNKD.flatten(0, 1)
-    labels = labels_BNK.flatten(0, 1)
+    hidden = hidden_BNJD.flatten(0, 1)
+    labels = labels_BNJ.flatten(0, 1)
     if weight_VD is not None:
 
         def of_chunk(part: slice, rows_TD: Tensor, gradient: bool):
@@ -200,7 +201,7 @@ def token_losses(
             for part in zip(hidden.split(chunk_blocks), labels.split(chunk_blocks), strict=True)
         ]
         losses, predicted = (torch.cat(one) for one in zip(*parts, strict=True))
-    return losses.view_as(labels_BNK), predicted.view_as(labels_BNK)
+    return losses.view_as(labels_BNJ), predicted.view_as(labels_BNJ)
 
 
 def _chunk(
@@ -266,7 +267,7 @@ def _head_loss(
 
 
 def soft_losses(
-    hidden_BNKD: Tensor, clean_BSD: Tensor | None, rows_BNK: Tensor,
+    hidden_BNJD: Tensor, clean_BSD: Tensor | None, rows_BNJ: Tensor,
     head: Callable[[Tensor], Tensor], chunk_blocks: int, weight_VD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Divergence `KL(p || q)` of every slot, without ever holding all logits.
@@ -276,10 +277,10 @@ def soft_losses(
     2310.08461). The target's logits are made chunk by chunk from its clean hidden states too.
 
     Args:
-        hidden_BNKD: drafter output of the predicted slots, `[B, N, K-1, D]`.
+        hidden_BNJD: drafter output of the predicted slots, `[B, N, J, D]`.
         clean_BSD: what the target's head reads at the clean tokens, without gradient.
-        rows_BNK: position of the clean token before each slot, whose row predicts the slot; those
-            that do not count may lie behind the sequence. `[B, N, K-1]`.
+        rows_BNJ: position of the clean token before each slot, whose row predicts the slot; those
+            that do not count may lie behind the sequence. `[B, N, J]`.
         head: hidden states to logits.
         weight_VD: the head's matrix, frozen, where it is nothing more; then no logit of the
             drafter is computed twice.
@@ -289,9 +290,9 @@ def soft_losses(
     """
     assert clean_BSD is not None, "the clean forward stopped at the taps"
     length = clean_BSD.shape[1]
-    first_B = torch.arange(clean_BSD.shape[0], device=rows_BNK.device) * length
-    rows = (rows_BNK.clamp(max=length - 1) + first_B[:, None, None]).flatten(0, 1)
-    hidden, clean = hidden_BNKD.flatten(0, 1), clean_BSD.flatten(0, 1)
+    first_B = torch.arange(clean_BSD.shape[0], device=rows_BNJ.device) * length
+    rows = (rows_BNJ.clamp(max=length - 1) + first_B[:, None, None]).flatten(0, 1)
+    hidden, clean = hidden_BNJD.flatten(0, 1), clean_BSD.flatten(0, 1)
     if weight_VD is not None:
 
         def of_chunk(part: slice, drafted_TD: Tensor, gradient: bool):
@@ -307,7 +308,7 @@ def soft_losses(
             )
         ]
         losses, predicted = (torch.cat(one) for one in zip(*parts, strict=True))
-    return losses.view_as(rows_BNK), predicted.view_as(rows_BNK)
+    return losses.view_as(rows_BNJ), predicted.view_as(rows_BNJ)
 
 
 def _soft_chunk(

@@ -3,7 +3,8 @@
 DFlash, DFlash with self-conditioning and DFlow are settings of the same module: no relay and no
 rollout, rollout without relay, relay and rollout.
 
-Shapes: B batch, S sequence, N blocks per sequence, K block size, R rounds.
+Shapes: B batch, S sequence, N blocks per sequence, K block size, J = K-1 drafts, D hidden, R
+rounds.
 """
 
 from dataclasses import asdict, fields
@@ -40,7 +41,7 @@ from dflow_lightning.training.step_inputs import Round, StepInputs, clean_forwar
 class DrafterModule(TrainingModule):
     """Trains a block drafter against a frozen target."""
 
-    _slot_weights_K: Tensor
+    _slot_weights_J: Tensor
 
     def __init__(
         self,
@@ -96,8 +97,8 @@ class DrafterModule(TrainingModule):
             self._warm_start(Path(init_from))
         self.prepared: StepInputs | None = None  # the next step's inputs, if a rollout made them
         self.base_share = 0.0  # weight of the loss of a causal head's body, new in each step
-        weights_K = slot_weights(dims.block_size, loss.decay(dims.block_size))
-        self.register_buffer("_slot_weights_K", weights_K, persistent=False)
+        weights_J = slot_weights(dims.block_size, loss.decay(dims.block_size))
+        self.register_buffer("_slot_weights_J", weights_J, persistent=False)
 
     # ---------------------------------------------------------------- training
 
@@ -195,16 +196,16 @@ class DrafterModule(TrainingModule):
         batch, K = inputs.batch, self.drafter.dims.block_size
         all_anchors = [r.anchors for r in inputs.rounds]
         targets = [slot_labels(batch.input_ids_BS, batch.loss_mask_BS, a, K) for a in all_anchors]
-        labels_BNK = torch.cat([labels for labels, _ in targets], dim=1)
-        supervised_BNK = torch.cat([supervised for _, supervised in targets], dim=1)
-        losses_BNK, predicted_BNK = self._token_losses(inputs, hidden_BNKD[..., 1:, :], labels_BNK)
-        weights_BNK, counted_BNK = self.loss_config.weigh(
-            losses_BNK, supervised_BNK, self._slot_weights_K
+        labels_BNJ = torch.cat([labels for labels, _ in targets], dim=1)
+        supervised_BNJ = torch.cat([supervised for _, supervised in targets], dim=1)
+        losses_BNJ, predicted_BNJ = self._token_losses(inputs, hidden_BNKD[..., 1:, :], labels_BNJ)
+        weights_BNJ, counted_BNJ = self.loss_config.weigh(
+            losses_BNJ, supervised_BNJ, self._slot_weights_J
         )
-        accepted_BN = leading_run((predicted_BNK == labels_BNK) & supervised_BNK)
+        accepted_BN = leading_run((predicted_BNJ == labels_BNJ) & supervised_BNJ)
         valid_BN = torch.cat([a.valid_BN for a in all_anchors], dim=1)
         columns_BN4 = torch.stack(
-            [(losses_BNK * weights_BNK).sum(-1), counted_BNK.sum(-1), accepted_BN, valid_BN], dim=-1
+            [(losses_BNJ * weights_BNJ).sum(-1), counted_BNJ.sum(-1), accepted_BN, valid_BN], dim=-1
         )
         sizes = [a.positions_BN.shape[1] for a in all_anchors]
         return torch.stack([part.sum(dim=(0, 1)) for part in columns_BN4.split(sizes, dim=1)])

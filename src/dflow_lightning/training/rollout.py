@@ -4,7 +4,8 @@ Each round drafts with the current drafter, verifies the drafts in one forward o
 on top of the clean sequence, finds the first rejected token, and moves the target's states on the
 rejected suffix to the next block. Shapes never depend on the data: blocks that end become invalid.
 
-Shapes: B batch, S sequence, N blocks per sequence, K block size, L cache slots, C tapped width.
+Shapes: B batch, S sequence, N blocks per sequence, K block size, J = K-1 drafts, L cache slots, C
+tapped width.
 """
 
 from dataclasses import dataclass
@@ -113,22 +114,22 @@ class Rollout:
         anchor_ids_BN = batch.input_ids_BS.gather(1, anchors.positions_BN)
         rows = current.project(self.drafter)
         x_BNKD = current.embed(batch, self.target, self.drafter, self.relay, rows=rows)
-        labels_BNK, supervised_BNK = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
-        gold_BNK = labels_BNK if self.mode == "teacher_forced" else None
-        drafts_BNK = draft_tokens(
-            self.target, self.drafter, x_BNKD, context, anchors, anchor_ids_BN, gold_BNK,
+        labels_BNJ, supervised_BNJ = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
+        gold_BNJ = labels_BNJ if self.mode == "teacher_forced" else None
+        drafts_BNJ = draft_tokens(
+            self.target, self.drafter, x_BNKD, context, anchors, anchor_ids_BN, gold_BNJ,
             self.drafter.carry(rows),
         )  # fmt: skip
 
-        chosen_BNK = labels_BNK.masked_fill(~supervised_BNK, -1)
+        chosen_BNJ = labels_BNJ.masked_fill(~supervised_BNJ, -1)
         taps_BNKC = None
         if self.reference == "target" or (
             self.keeps_rejected and self.mode in ("online", "teacher_forced")
         ):
-            ids_BNK = torch.cat([anchor_ids_BN.unsqueeze(-1), drafts_BNK], dim=-1)
+            ids_BNK = torch.cat([anchor_ids_BN.unsqueeze(-1), drafts_BNJ], dim=-1)
             taps_BNKC, argmax_BNK = self.verify(inputs, ids_BNK, anchors)
-            chosen_BNK = chosen_BNK if argmax_BNK is None else argmax_BNK[..., :-1]
-        num_accepted_BN = accept(drafts_BNK, chosen_BNK)
+            chosen_BNJ = chosen_BNJ if argmax_BNK is None else argmax_BNK[..., :-1]
+        num_accepted_BN = accept(drafts_BNJ, chosen_BNJ)
         following = next_anchors(anchors, num_accepted_BN, batch.loss_mask_BS, K)
         if not self.keeps_rejected or self.mode == "off":
             return Round(following)
@@ -138,7 +139,7 @@ class Rollout:
         aligned_BNKC, valid_BNK = align(
             taps_BNKC, num_accepted_BN, K, first_rejected=self.first_rejected
         )
-        rejected_BN = rejected_token(drafts_BNK, num_accepted_BN)
+        rejected_BN = rejected_token(drafts_BNJ, num_accepted_BN)
         bonus_BN = batch.input_ids_BS.gather(1, following.positions_BN)
         valid_BNK = valid_BNK & following.valid_BN.unsqueeze(-1)
         return Round(following, RelayRows(aligned_BNKC, valid_BNK, bonus_BN, rejected_BN))
@@ -168,8 +169,8 @@ class Rollout:
             "the clean forward stopped at the taps"
         )
         output = self.target.forward(*arguments)
-        chosen_BNK = greedy_tokens(self.target, output.hidden_BQD.unflatten(1, shape))
-        return output.taps_BQC.unflatten(1, shape), chosen_BNK
+        chosen_BNJ = greedy_tokens(self.target, output.hidden_BQD.unflatten(1, shape))
+        return output.taps_BQC.unflatten(1, shape), chosen_BNJ
 
     @staticmethod
     def _clean_rows(taps_BSC: Tensor, anchors: Anchors, block_size: int) -> Tensor:
