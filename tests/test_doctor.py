@@ -26,8 +26,9 @@ from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.tokenizer import load_tokenizer, template_sha256, tokenizer_sha256
 from dflow_lightning.data.turns import training_rows
 from dflow_lightning.decode import rounds
+from dflow_lightning.doctor import environment
 from dflow_lightning.doctor.check import Check
-from dflow_lightning.doctor.command import environment, examine
+from dflow_lightning.doctor.command import examine
 from dflow_lightning.models import drafter, target
 from dflow_lightning.training import rollout
 

@@ -14,10 +14,11 @@ import torch
 from dflow_lightning.checks import FailedError, SkippedError
 from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.errors import InputError
+from dflow_lightning.export import validate_decoding, validate_folder
 from dflow_lightning.export.command import export_command
 from dflow_lightning.export.validate import CHECKS, validate_export
 from dflow_lightning.export.validate_folder import Subject, interleaved
-from dflow_lightning.export.write import export_drafter, validate_decoding, validate_folder
+from dflow_lightning.export.write import export_drafter
 from dflow_lightning.formats.integrity import file_sha256
 from dflow_lightning.models.dims import DrafterConfig, DrafterDims
 from dflow_lightning.models.drafter import Drafter
