@@ -163,7 +163,7 @@ def test_the_commands_of_a_page_run(
 ) -> None:
     prepare_folder(launch.folder)
     own = [block for block in blocks(page) if block.runs]
-    if not any("fit --config recipes/tiny-dflow.yaml\n" in block.text for block in own):
+    if not any("fit --config recipes/tiny-dflow.yaml" in block.text for block in own):
         monkeypatch.chdir(trained)  # in place: a run that was moved makes Lightning warn
     for block in own:
         if block.language == "python":

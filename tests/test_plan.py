@@ -334,19 +334,19 @@ def test_prints_everything_in_80_columns(launch: "Launcher", configs: dict[str, 
     assert max(map(len, done.out.splitlines())) <= 80
     assert "8,190,735,360" in done.out  # the model card's 8.2B
     assert "32 rows: 8 GPUs x 1 x 4 accumulated" in done.out
-    clean, verified = 32 * 3072, 32 * 2 * 64 * 16
+    clean, verified = 32 * 3072, 32 * 2 * 128 * 16
     assert f"up to {clean:,} tokens, with rollouts {clean + verified:,}" in done.out
     assert "data.train is missing" in done.out
-    assert "data/qwen3-8b/train.jsonl" in done.out
+    assert "data/qwen3-8b/train" in done.out
     assert "for a million rows" in done.out
     assert "cache    none; features of 1,000,000 rows would take up to 125.83 TB" in done.out
 
 
 def test_only_a_relay_makes_the_target_verify(configs: dict[str, Path]) -> None:
-    assert of_recipe(configs, "8b").verified == 2 * 64 * 16
+    assert of_recipe(configs, "8b").verified == 2 * 128 * 16
     assert of_recipe(configs, "8b", "--model.relay.enabled=false").verified == 0
     assert of_recipe(configs, "8b", "--rollout.mode=clean_features").verified == 0
-    assert of_recipe(configs, "8b", "--rollout.reference=target").verified == 2 * 64 * 16
+    assert of_recipe(configs, "8b", "--rollout.reference=target").verified == 2 * 128 * 16
     assert of_recipe(configs, "8b", method="dflash").slots == 512 * 16
 
 
