@@ -26,6 +26,7 @@ from dflow_lightning.tensors.blocks import Anchors
 from dflow_lightning.tensors.loss import LossWindow
 from dflow_lightning.training.module import DrafterModule, TargetConfig
 from dflow_lightning.training.rollout import OnlineRollout
+from dflow_lightning.training.saved import load_trained, open_checkpoint
 from dflow_lightning.training.step_inputs import Round, clean_forward
 
 K = 4
@@ -512,11 +513,11 @@ def test_checkpoints_travel_and_older_ones_are_still_read(trained, tmp_path):
     content = {"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.6"}
     module.on_save_checkpoint(content)
     torch.save(content, tmp_path / "new.ckpt")
-    again = DrafterModule.from_checkpoint(tmp_path / "new.ckpt")
+    again = load_trained(open_checkpoint(tmp_path / "new.ckpt"))
     assert torch.equal(again.drafter.carryover.flag, module.drafter.carryover.flag)
     plain = make_module(module.target.name, relay=False)
     older = {"state_dict": plain.state_dict(), "pytorch-lightning_version": "2.6.6"}
     plain.on_save_checkpoint(older)
     del older["dflow"]["drafter"]["carryover"], older["dflow"]["relay"]["terms"]
     torch.save(older, tmp_path / "old.ckpt")
-    assert DrafterModule.from_checkpoint(tmp_path / "old.ckpt").drafter.carryover is None
+    assert load_trained(open_checkpoint(tmp_path / "old.ckpt")).drafter.carryover is None

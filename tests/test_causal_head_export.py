@@ -24,6 +24,7 @@ from dflow_lightning.models.causal_head import CausalHeadConfig
 from dflow_lightning.models.dims import DrafterConfig
 from dflow_lightning.models.relay import RelayConfig
 from dflow_lightning.training.module import DrafterModule, TargetConfig
+from dflow_lightning.training.saved import load_trained, open_checkpoint
 
 BODY, CONFIG = "model.safetensors", "config.json"
 HEAD = ["embed_proj.0.weight", "embed_proj.2.weight"]
@@ -203,7 +204,7 @@ def saved(module, tmp_path) -> Path:
 
 
 def test_a_checkpoint_comes_back_with_its_head(module, saved, pristine):
-    again = DrafterModule.from_checkpoint(saved)
+    again = load_trained(open_checkpoint(saved))
     assert again.causal_head_config == module.causal_head_config
     for name, tensor in module.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor)

@@ -359,3 +359,49 @@ def test_interrupt_ends_with_130(
     done = launch("fit", "--config", recipe, *run_options)
     assert done.status == 130
     assert "Traceback" not in done.err
+
+
+# ---------------------------------------------------------------- files that are no checkpoint
+
+
+def truncated(path: Path) -> None:
+    """A checkpoint of a run that was copied halfway."""
+    content = {"state_dict": {"weight": torch.ones(500)}, "recipe": {}, "global_step": 1}
+    torch.save(content, path)
+    path.write_bytes(path.read_bytes()[:-700])
+
+
+NO_CHECKPOINT = {
+    "truncated": (truncated, "cannot be read (it is truncated)"),
+    "folder": (Path.mkdir, "is a folder"),
+    "empty": (Path.touch, "cannot be read (it is empty)"),
+    "README": (lambda path: path.write_text("# A run"), "cannot be read (it is not a checkpoint)"),
+    "other weights": (lambda path: torch.save({"model": {}}, path), "is not of a run"),
+    "code": (lambda path: torch.save({"state_dict": print}, path), "pickled code, which is never"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_CHECKPOINT)
+def test_no_checkpoint_is_one_sentence_wherever_one_is_taken(
+    kind: str, launch: "Launcher", recipe: Path, run_options: list[str]
+) -> None:
+    """Fault F32 of the audit: `fit` and `validate` ended in a traceback where `export` did not."""
+    make, expected = NO_CHECKPOINT[kind]
+    make(launch.folder / "bad.ckpt")
+    for command in ("fit", "validate", "test"):
+        done = launch(command, "--config", recipe, *run_options, "--ckpt_path=bad.ckpt")
+        assert done.status == 2
+        assert done.err.startswith("error: ckpt_path: bad.ckpt ")
+        assert expected in done.err
+        assert done.err.endswith("give the .ckpt file of a run\n")
+        assert len(done.err.splitlines()) == 1
+    (launch.folder / "drafter").mkdir()
+    of_export = ("export", "--checkpoint", "bad.ckpt", "--out", "out")
+    of_validation = ("validate-export", "--drafter", "drafter", "--target", "x",
+                     "--checkpoint", "bad.ckpt")  # fmt: skip
+    for arguments in (of_export, of_validation):
+        done = launch(*arguments)
+        assert done.status == 2
+        assert done.err.startswith("error: checkpoint: bad.ckpt ")
+        assert expected in done.err
+        assert len(done.err.splitlines()) == 1

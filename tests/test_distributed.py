@@ -10,7 +10,7 @@ from targets import random_target
 
 from dflow_lightning.errors import InputError
 from dflow_lightning.run.strategy import ZeroStrategy, check_name
-from dflow_lightning.training.module import DrafterModule
+from dflow_lightning.training.saved import load_trained, open_checkpoint
 
 pytest.importorskip("deepspeed")
 
@@ -89,7 +89,7 @@ def test_another_strategy_continues_a_checkpoint(runs):
 def test_a_checkpoint_holds_the_drafter_alone_and_can_be_used(runs, arm):
     folder, results = runs
     content = saved(folder, arm)
-    module = DrafterModule.from_checkpoint(folder / f"{arm}.ckpt")
+    module = load_trained(open_checkpoint(folder / f"{arm}.ckpt"))
     names = set(dict(module.named_parameters()))
     assert set(content["state_dict"]) == names
     assert len(content["optimizer_states"][0]["state"]) == len(names)

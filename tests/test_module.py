@@ -19,6 +19,7 @@ from dflow_lightning.tensors.loss import LossConfig, LossWindow
 from dflow_lightning.training.module import CHECKPOINT_KEY, DrafterModule, TargetConfig
 from dflow_lightning.training.optimizer import OptimizerConfig
 from dflow_lightning.training.rollout import OnlineRollout
+from dflow_lightning.training.saved import load_trained, open_checkpoint
 
 K = 4
 
@@ -297,7 +298,7 @@ def test_a_checkpoint_holds_no_tensor_of_the_target(fitted):
 @torch.no_grad()
 def test_from_checkpoint_gives_the_same_logits(fitted):
     module, _, path, _ = fitted
-    again = DrafterModule.from_checkpoint(path)
+    again = load_trained(open_checkpoint(path))
     assert not again.training
     assert again.relay_config == module.relay_config
     assert again.drafter.dims == module.drafter.dims
@@ -333,7 +334,7 @@ def test_a_checkpoint_of_another_target_or_program_is_refused(fitted, tmp_path):
     module, _, path, _ = fitted
     other = random_target(tmp_path / "other", seed=9)
     with pytest.raises(InputError, match="not the target of the checkpoint") as caught:
-        DrafterModule.from_checkpoint(path, target=str(other))
+        load_trained(open_checkpoint(path), target=str(other))
     assert str(other) in str(caught.value)
     assert module.target.fingerprint[:12] in str(caught.value)
     with pytest.raises(InputError, match="not written by dflow-train"):

@@ -104,7 +104,7 @@ def test_the_warm_recipe_begins_as_good_as_the_drafter_it_begins_with(
 ) -> None:
     """Step 0 of DFlow is the DFlash drafter, token for token, relay on or off."""
     from dflow_lightning.decode import SpeculativeDecoder
-    from dflow_lightning.training.module import DrafterModule
+    from dflow_lightning.training.saved import load_trained, open_checkpoint
 
     target, dflash = ROOT / "data/tiny-qwen3", ROOT / "data/tiny-drafters/dflash"
     values = {
@@ -121,7 +121,7 @@ def test_the_warm_recipe_begins_as_good_as_the_drafter_it_begins_with(
     done = launch("fit", "--config", WARM, *(f"--{key}={value}" for key, value in values.items()))
     assert done.status == 0, done.err
     path = launch.folder / "runs/tiny-dflow-from-dflash/checkpoints/last.ckpt"
-    module = DrafterModule.from_checkpoint(path, target=str(target))
+    module = load_trained(open_checkpoint(path), target=str(target))
     begun, published = module.decoder(), SpeculativeDecoder.from_export(dflash, target=str(target))
     prompts = [begun.encode("What can I cook with rice and beans?"), begun.encode("What is 3 + 4?")]
     expected = published.generate(prompts, max_new_tokens=32)

@@ -9,7 +9,8 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.export.write import check_replaceable, export_drafter
 from dflow_lightning.models.eagle3 import Eagle3Drafter
 from dflow_lightning.terminal import labelled, print_json
-from dflow_lightning.training.saved import read_recipe
+from dflow_lightning.tracking.registry import register_export
+from dflow_lightning.training.saved import load_trained, open_checkpoint
 
 
 def export_command(
@@ -40,9 +41,7 @@ def export_command(
         json: print one JSON object instead of a line.
     """
     check_replaceable(out)
-    recipe = read_recipe(checkpoint)
-    from dflow_lightning.training.saved import load_trained  # Lightning, which reading never needs
-
+    saved = open_checkpoint(checkpoint)
     write: Any = partial(export_drafter, compile=compile)
     if format == "speculators":
         if compile:
@@ -50,7 +49,7 @@ def export_command(
         from dflow_lightning.export.speculators import export_speculators
 
         write = export_speculators
-    module = load_trained(checkpoint, target=target)
+    module = load_trained(saved, target=target)
     if isinstance(module.drafter, Eagle3Drafter) and (compile or format != "dflash"):
         option = "compile" if compile else f"format {format}"
         raise InputError(
@@ -63,7 +62,7 @@ def export_command(
         out,
         first_rejected=module.first_rejected,
         dtype=dtype,
-        recipe=recipe,
+        recipe=saved.recipe_and_scores(),
     )
     size = sum(path.stat().st_size for path in out.rglob("*.safetensors"))
     drafts = module.drafter.dims.block_size - 1
@@ -76,6 +75,4 @@ def export_command(
         said = f"{dtype}, {size / 1e6:.1f} MB, {relay}; num_speculative_tokens is {drafts}"
         print(labelled("", f"exported to {out}: {said}"))
     if register:  # last: the export is good whatever becomes of its record
-        from dflow_lightning.tracking.registry import register_export
-
-        register_export(checkpoint, out, register_as, paper=sys.stderr if json else sys.stdout)
+        register_export(saved, out, register_as, paper=sys.stderr if json else sys.stdout)

@@ -33,7 +33,7 @@ from dflow_lightning.export import validate_decoding, validate_folder
 from dflow_lightning.export.validate_folder import Subject, interleaved
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.terminal import STDOUT, labelled, print_json
-from dflow_lightning.training.saved import read_checkpoint
+from dflow_lightning.training.saved import open_checkpoint
 
 CHECKS: dict[str, Callable[[Subject], Found]] = {
     "files": validate_folder.files,
@@ -78,17 +78,21 @@ def validate_export_command(
     paper = sys.stderr if json == STDOUT else sys.stdout
     if json is not None and json != STDOUT:
         files.check_writable(json, "json")
-    content = None if checkpoint is None else read_checkpoint(checkpoint)
-    if content is not None and "dflow" not in content:
-        raise InputError(
-            f"checkpoint: {checkpoint} was not written by dflow-train; give a .ckpt file of a run"
-        )
+    saved = None if checkpoint is None else open_checkpoint(checkpoint)
+    if saved is not None:
+        saved.require_identity()
+    content = None if saved is None else saved.content
     path = suite_path(suite, target)
     frozen = FrozenTarget.load(target)
     limit = frozen.config.max_position_embeddings - 1
     prompts = read_prompts(frozen.tokenizer, path, max_length=limit, field="suite")
     subject = Subject(
-        drafter, frozen, interleaved(prompts)[:num_prompts], max_new_tokens, path, content
+        drafter,
+        frozen,
+        interleaved(prompts)[:num_prompts],
+        max_new_tokens,
+        path,
+        content,
     )
     checks = []
     for check in validate_export(subject):
@@ -99,11 +103,11 @@ def validate_export_command(
     if json is not None:
         about = {"drafter": str(drafter), "target": frozen.name, "versions": versions()}
         rows = [asdict(check) for check in checks]
-        content = about | {"ok": not failed, "checks": rows}
+        report = about | {"ok": not failed, "checks": rows}
         if json == STDOUT:
-            print_json(content)
+            print_json(report)
         else:
-            files.write_text(json, jsonlib.dumps(content, indent=1) + "\n")
+            files.write_text(json, jsonlib.dumps(report, indent=1) + "\n")
     if failed:
         raise SystemExit(1)
 

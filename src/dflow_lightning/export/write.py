@@ -57,7 +57,8 @@ def export_drafter(
 
     Args:
         compile: add the compiled draft step (`decode.package`).
-        recipe: of the run (`read_recipe`), for the model card and the tau of its validation.
+        recipe: of the run, with its scores (`Checkpoint.recipe_and_scores`), for the model card and
+            the tau of its validation.
 
     Raises:
         InputError: `out` holds something else, or a weight is not finite.

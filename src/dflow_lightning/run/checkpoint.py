@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -16,6 +15,7 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.files import recover, remove, take_place
 from dflow_lightning.tracking.callback import KEY, RUN_ID
 from dflow_lightning.tracking.logger import flatten
+from dflow_lightning.training.saved import Checkpoint
 
 FOLDER = "checkpoints"
 # What shapes a training: the same on resume, or its second half is another run.
@@ -236,9 +236,13 @@ class SavedRun:
     tracking_key: str | None
 
     @classmethod
-    def read(cls, path: Path) -> "SavedRun":
-        """Reads what the callbacks of `tracking.py` stored; the tensors stay on disk."""
-        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    def of(cls, checkpoint: Checkpoint) -> "SavedRun":
+        """Read what the tracking callbacks stored beside the weights.
+
+        Raises:
+            InputError: the checkpoint holds no recipe.
+        """
+        path, content = checkpoint.path, checkpoint.content
         if "recipe" not in content:
             raise InputError(
                 f"ckpt_path: {path} holds no recipe; `dflow-train fit` did not write it"

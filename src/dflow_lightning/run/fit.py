@@ -30,6 +30,7 @@ from dflow_lightning.training.base import BLOCK, Method
 from dflow_lightning.training.eagle3_module import Eagle3Module
 from dflow_lightning.training.module import DrafterModule
 from dflow_lightning.training.rollout import OnlineRollout
+from dflow_lightning.training.saved import open_checkpoint
 from dflow_lightning.training.validation import ValidationDecoding
 
 RUNS = Path("runs")
@@ -117,8 +118,10 @@ class TrainCLI(LightningCLI):
         if name is not None:
             path = find_checkpoint(self.run_dir, str(name))
             self._settings.ckpt_path = None if path is None else str(path)
-            if command == "fit" and path is not None:
-                self.resumed = SavedRun.read(path)
+            if path is not None:
+                # Opened here for every command: Lightning ends in a traceback where it cannot.
+                saved = open_checkpoint(path, "ckpt_path")
+                self.resumed = SavedRun.of(saved) if command == "fit" else None
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would let the checkpoint's values win over the command line in silence."""

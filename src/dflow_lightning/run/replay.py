@@ -13,7 +13,7 @@ from dflow_lightning.tensors.loss import LossConfig
 from dflow_lightning.training.base import TrainingModule
 from dflow_lightning.training.module import DrafterModule
 from dflow_lightning.training.rollout import Rollout
-from dflow_lightning.training.saved import load_trained
+from dflow_lightning.training.saved import load_trained, open_checkpoint, read_torch_file
 from dflow_lightning.training.step_inputs import StepInputs
 
 # Of a recipe's `model`: what a step depends on and a checkpoint does not hold.
@@ -50,20 +50,16 @@ def load(file: Path, target: str | None) -> tuple[dict[str, Any], TrainingModule
         InputError: the file or the weights beside it are missing.
     """
     weights = file.with_name(f"{file.stem.split('-')[0]}-weights.pt")
-    for path in (file, weights):
-        if not path.is_file():
-            raise InputError(
-                f"file: {path} does not exist; give a file nonfinite/step<N>-rank<R>.pt of a run, "
-                "with the weights beside it"
-            )
-    content = torch.load(file, weights_only=True)
+    advice = "give a file nonfinite/step<N>-rank<R>.pt of a run, with the weights beside it"
+    content = read_torch_file(file, "file", advice=advice)
     if "batches" not in content:
         raise InputError(f"file: {file} holds no batches; give the file of a rank beside it")
-    recipe = torch.load(weights, weights_only=True, mmap=True)["recipe"]
+    saved = open_checkpoint(weights, "file")
+    recipe = saved.content["recipe"]
     settings = {name: recipe["model"][name] for name in STEP_KEYS if name in recipe["model"]}
     if "loss" in settings:
         settings["loss"] = LossConfig(**settings["loss"])
-    return content, load_trained(weights, target=target, **settings), recipe
+    return content, load_trained(saved, target=target, **settings), recipe
 
 
 def replay_batch(

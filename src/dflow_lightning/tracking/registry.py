@@ -11,12 +11,12 @@ from dflow_lightning.tracking.journal import FOLDER, Destination, read_state
 from dflow_lightning.tracking.logger import store_address
 from dflow_lightning.tracking.sender import prepare_client, reason
 from dflow_lightning.tracking.store import KEY_TAG, TAG_LIMIT, RunStore, calmly
-from dflow_lightning.training.saved import read_checkpoint
+from dflow_lightning.training.saved import Checkpoint
 from dflow_lightning.training.validation import DECODED_KEY
 
 
 def register_export(
-    checkpoint: Path, out: Path, name: str | None = None, *, paper: TextIO | None = None
+    checkpoint: Checkpoint, out: Path, name: str | None = None, *, paper: TextIO | None = None
 ) -> None:
     """Uploads an export to its run and registers it, with its tau table as description.
 
@@ -25,15 +25,14 @@ def register_export(
     Args:
         paper: where it prints, standard output by default.
     """
-    content = read_checkpoint(checkpoint)
-    destination = destination_of(checkpoint, content)
+    destination = destination_of(checkpoint)
     if destination is None:
         return
     prepare_client()
     calmly()
     name = name or model_name(destination.experiment, out)
     try:
-        version = register(destination, content, checkpoint, out, name)
+        version = register(destination, checkpoint, out, name)
     except Exception as error:  # whatever a store, a disk or a network raises
         said = (
             f"not registered at {destination.uri} ({reason(error)}); the export is whole, and the "
@@ -44,12 +43,13 @@ def register_export(
     print(labelled("", said, paper), file=paper)
 
 
-def destination_of(checkpoint: Path, content: Mapping[str, Any]) -> Destination | None:
+def destination_of(checkpoint: Checkpoint) -> Destination | None:
     """Where the run of a checkpoint is recorded."""
+    content = checkpoint.content
     key, run_id = content.get(KEY), content.get(RUN_ID)
     if key is None and run_id is None:
         return None
-    run_dir = checkpoint.absolute().parent.parent
+    run_dir = checkpoint.path.absolute().parent.parent
     if (state := read_state(run_dir / FOLDER / f"{key}.jsonl")) is not None:
         return state[0]
     tracking = (content.get("recipe") or {}).get("tracking") or {}
@@ -67,16 +67,15 @@ def model_name(experiment: str, out: Path) -> str:
     return f"{experiment}-{target_name}"
 
 
-def register(
-    destination: Destination, content: Mapping[str, Any], checkpoint: Path, out: Path, name: str
-) -> str:
+def register(destination: Destination, checkpoint: Checkpoint, out: Path, name: str) -> str:
     """The number of the new version."""
+    content, file = checkpoint.content, checkpoint.path
     from mlflow.exceptions import MlflowException
 
     store = RunStore(destination)
     run_id = store.existing_run()
     client = store.client
-    folder = f"drafter/{checkpoint.stem}-step{int(content.get('global_step') or 0):07}"
+    folder = f"drafter/{file.stem}-step{int(content.get('global_step') or 0):07}"
     client.log_artifacts(run_id, str(out), folder)
     try:
         client.create_registered_model(name)
@@ -87,11 +86,11 @@ def register(
         name,
         source=f"{client.get_run(run_id).info.artifact_uri}/{folder}",
         run_id=run_id,
-        description=description(content, checkpoint),
+        description=description(content, file.name),
         tags={
             KEY_TAG: destination.key,
             "step": str(content.get("global_step")),
-            "checkpoint": checkpoint.name,
+            "checkpoint": file.name,
             **{name: f"{tau:.4f}" for name, tau in taus(content).items()},
         },
     )
@@ -105,10 +104,10 @@ def taus(content: Mapping[str, Any]) -> dict[str, float]:
     return {name: measured[key] for name, key in names.items() if key in measured}
 
 
-def description(content: Mapping[str, Any], checkpoint: Path) -> str:
+def description(content: Mapping[str, Any], file: str) -> str:
     """The tau table in Markdown."""
     decoded = content.get(DECODED_KEY)
-    head = f"Exported from `{checkpoint.name}` at step {content.get('global_step')}."
+    head = f"Exported from `{file}` at step {content.get('global_step')}."
     if not decoded:
         return f"{head} No validation has decoded with it."
     metrics = decoded["metrics"]

@@ -270,19 +270,15 @@ class DrafterModule(TrainingModule):
 
     @classmethod
     def from_checkpoint(
-        cls, path: str | Path, *, target: str | None = None, **training: Any
+        cls, content: dict[str, Any], *, target: str | None = None, **training: Any
     ) -> "DrafterModule":
         """Rebuild a module from a checkpoint, on the target it was trained with or a given one.
 
         Args:
-            training: further arguments, such as `loss`, of which a checkpoint knows nothing.
+            content: of an opened checkpoint (`saved.open_checkpoint`).
+            training: further arguments, such as `loss`, that no checkpoint holds.
         """
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        saved = checkpoint.get(CHECKPOINT_KEY)
-        if saved is None:
-            raise InputError(
-                f"checkpoint: {path} was not written by dflow-train; give a .ckpt file of a run"
-            )
+        saved = content[CHECKPOINT_KEY]
         config = TargetConfig(**saved["target_config"] | ({"path": target} if target else {}))
         dims = saved["drafter"]
         shape = {name: dims[name] for name in DrafterConfig.__dataclass_fields__ if name in dims}
@@ -290,8 +286,8 @@ class DrafterModule(TrainingModule):
             target=config, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"]),
             causal_head=CausalHeadConfig(**saved.get("causal_head", {})), **training,
         )  # fmt: skip
-        module.on_load_checkpoint(checkpoint)
-        module.load_state_dict(checkpoint["state_dict"])
+        module.on_load_checkpoint(content)
+        module.load_state_dict(content["state_dict"])
         return module.eval()
 
     def _warm_start(self, folder: Path) -> None:

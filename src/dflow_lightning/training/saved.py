@@ -1,7 +1,10 @@
-"""A trained module from its checkpoint, whatever the method of its run."""
+"""The one place that opens a checkpoint of `fit`: its recipe, its scores, its trained module."""
 
+import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -12,9 +15,95 @@ from dflow_lightning.training.base import BLOCK, CHECKPOINT_KEY
 from dflow_lightning.training.eagle3_module import Eagle3Module
 from dflow_lightning.training.module import DrafterModule
 
+ZIP_START = b"PK\x03\x04"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint.
+
+    Its tensors are mapped from the file, not read: whoever needs only the recipe does not wait for
+    gigabytes of optimizer state, and a file that is replaced meanwhile changes nothing here.
+    """
+
+    path: Path
+    content: dict[str, Any]
+
+    def require_identity(self) -> dict[str, Any]:
+        """What the module was built from.
+
+        Raises:
+            InputError: a run of another program wrote the checkpoint.
+        """
+        if CHECKPOINT_KEY not in self.content:
+            raise InputError(
+                f"checkpoint: {self.path} was not written by dflow-train; "
+                "give the .ckpt file of a run"
+            )
+        return self.content[CHECKPOINT_KEY]
+
+    def recipe_and_scores(self) -> dict[str, Any]:
+        """The recipe of the run, with the steps it had made and the tau it had measured."""
+        return dict(self.content.get("recipe") or {}) | {
+            "steps": self.content.get("global_step"),
+            "training": training_record(self.path.name, self.content),
+        }
+
+
+def open_checkpoint(path: Path, field: str = "checkpoint") -> Checkpoint:
+    """Open the checkpoint of a run; no pickled code is run.
+
+    Args:
+        field: the option that named it, for the message.
+
+    Raises:
+        InputError: the file is missing, damaged or something else.
+    """
+    content = read_torch_file(path, field, advice="give the .ckpt file of a run")
+    if "state_dict" not in content:
+        raise InputError(f"{field}: {path} is not of a run; give the .ckpt file of a run")
+    return Checkpoint(path, content)
+
+
+def read_torch_file(path: Path, field: str, *, advice: str) -> dict[str, Any]:
+    """The dictionary in a file of `torch.save`, its tensors mapped from the file.
+
+    Raises:
+        InputError: the file is missing, damaged or something else.
+    """
+    if not path.is_file():
+        kind = "is a folder" if path.is_dir() else "does not exist"
+        raise InputError(f"{field}: {path} {kind}; {advice}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever a damaged zip, pickle or tensor raises
+        reason = _why_unreadable(path, error)
+        raise InputError(f"{field}: {path} cannot be read ({reason}); {advice}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{field}: {path} is not of a run; {advice}")
+    return content
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    """The reason in a few words; torch's own run over paragraphs and propose to unpickle."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(ZIP_START))
+    except OSError as denied:
+        return denied.strerror or str(denied)
+    if not start:
+        return "it is empty"
+    if start != ZIP_START:
+        return "it is not a checkpoint"
+    if not zipfile.is_zipfile(path):  # the table of contents of a zip is its last part
+        return "it is truncated"
+    if isinstance(error, UnpicklingError):
+        return "it holds pickled code, which is never run"
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+
 
 def load_trained(
-    path: str | Path, *, target: str | None = None, **training: Any
+    checkpoint: Checkpoint, *, target: str | None = None, **training: Any
 ) -> DrafterModule | Eagle3Module:
     """Rebuild the module of a checkpoint, on the target it was trained with or a given one.
 
@@ -24,38 +113,9 @@ def load_trained(
     Raises:
         InputError: `dflow-train` did not write it, or it is of another target.
     """
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if CHECKPOINT_KEY not in content:
-        raise InputError(
-            f"checkpoint: {path} was not written by dflow-train; give a .ckpt file of a run"
-        )
-    block = content[CHECKPOINT_KEY].get("method", BLOCK) == BLOCK
+    block = checkpoint.require_identity().get("method", BLOCK) == BLOCK
     module: type[DrafterModule | Eagle3Module] = DrafterModule if block else Eagle3Module
-    return module.from_checkpoint(path, target=target, **training)
-
-
-def read_recipe(checkpoint: Path) -> dict[str, Any]:
-    """What the run was started with, how far it came, and what it measured there."""
-    content = read_checkpoint(checkpoint)
-    return dict(content.get("recipe") or {}) | {
-        "steps": content.get("global_step"),
-        "training": training_record(checkpoint.name, content),
-    }
-
-
-def read_checkpoint(checkpoint: Path) -> dict[str, Any]:
-    """Content of a checkpoint; its tensors stay on disk and no pickled code is run."""
-    if not checkpoint.is_file():
-        kind = "is a folder" if checkpoint.is_dir() else "does not exist"
-        raise InputError(f"checkpoint: {checkpoint} {kind}; give the .ckpt file of a run")
-    try:
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever a damaged zip, pickle or tensor raises
-        reason = str(error).strip().splitlines()[0].rstrip("")
-        raise InputError(f"checkpoint: {checkpoint} cannot be read ({reason})") from error
-    if not isinstance(content, dict) or "state_dict" not in content:
-        raise InputError(f"checkpoint: {checkpoint} is not of a run; give the .ckpt file of one")
-    return content
+    return module.from_checkpoint(checkpoint.content, target=target, **training)
 
 
 def training_record(name: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -72,8 +132,10 @@ def training_record(name: str, content: Mapping[str, Any]) -> dict[str, Any] | N
     sections = content.get("dflow", {})
     relay = sections.get("relay", {}).get("enabled", False)
     relay = relay or sections.get("drafter", {}).get("carryover", False)
-    tau_names = {"val/tau": f"val_tau_relay_{'on' if relay else 'off'}",
-                 "val/tau_relay_off": "val_tau_relay_off"}  # fmt: skip
+    tau_names = {
+        "val/tau": f"val_tau_relay_{'on' if relay else 'off'}",
+        "val/tau_relay_off": "val_tau_relay_off",
+    }
     for state in content.get("callbacks", {}).values():
         scores = {Path(path).name: tau for path, tau in state.get("best_k_models", {}).items()}
         tau_name = tau_names.get(state.get("monitor"))
