@@ -1,9 +1,11 @@
 """The bench: its JSON contract, and that it notices an answer that is not the plain one."""
 
+import copy
 import io
 import json
 import re
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from dflow_lightning.decode import Completion, Engine, SpeculativeDecoder
 from dflow_lightning.decode.equality import EqualityCheck, choice_margin, first_difference
 from dflow_lightning.errors import InputError
 from dflow_lightning.export.write import export_drafter
+from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.stopwatch import RoundTimer
 
 FAMILIES = ("math", "code")
@@ -306,6 +309,67 @@ def test_margin_of_a_sample():
     assert choice_margin(logits_V, 1, 1.0, 0.3) == 0.0
     assert choice_margin(logits_V, 0, 1.0, 0.3) == pytest.approx(0.1)
     assert choice_margin(logits_V, 2, 1.0, 0.3) == pytest.approx(0.4)
+
+
+def test_float64_logits_are_those_of_a_wide_copy(tiny_target, monkeypatch):
+    """The slow twin, which holds all weights a second time; half precision for once as well."""
+    from dflow_lightning.decode import equality
+
+    monkeypatch.setattr(equality, "HEAD_ROWS", 100)  # the last part of the head is a smaller one
+    for dtype in (torch.float32, torch.bfloat16):
+        model = copy.deepcopy(tiny_target.model).to(dtype)
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        wide = copy.deepcopy(model).double()
+        ids = [3, 50, 7, 200, 11]
+        with torch.inference_mode():
+            expected_V = wide(torch.tensor([ids]), logits_to_keep=1).logits[0, -1]
+            found_V = equality.float64_logits(model, ids)
+        assert found_V.dtype is torch.float64
+        torch.testing.assert_close(found_V, expected_V, rtol=1e-12, atol=1e-12)
+        assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_float64_is_never_more_than_a_layer(tiny_target, monkeypatch):
+    """Weights are widened when they are needed and dropped again: no second copy of a target."""
+    from dflow_lightning.decode import equality
+
+    monkeypatch.setattr(equality, "HEAD_ROWS", 64)
+    wide, most, held = weakref.WeakSet(), 0, [0]
+    double = torch.Tensor.double
+
+    def counted(tensor):
+        nonlocal most
+        result = double(tensor)
+        wide.add(result)
+        held[0] = sum(one.numel() for one in wide)
+        most = max(most, held[0])
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "double", counted)
+    logits_V = EqualityCheck(tiny_target)._logits([3, 50, 7, 200, 11])
+    layer = sum(weight.numel() for weight in tiny_target.layer_weights(0).values())
+    assert logits_V.shape == (tiny_target.vocab_size,)
+    assert layer <= most < 1.5 * layer
+
+
+def test_in_half_precision_a_difference_is_reported_and_not_recomputed(
+    decoder, prompts, monkeypatch, capsys
+):
+    """Float64 weights would not fit beside a large target, and would decide nothing."""
+    from dflow_lightning.decode import equality
+
+    def refuse(*_: object) -> None:
+        pytest.fail("float64 in half precision")
+
+    monkeypatch.setattr(equality, "float64_logits", refuse)
+    half = FrozenTarget(copy.deepcopy(decoder.target.model).bfloat16(), None, "half")
+    found = EqualityCheck(half).compare("p", [5], [1, 2], [1, 3], temperature=0.0, seed=0)
+    assert (found.position, found.margin, found.excused) == (1, None, False)
+    row = bench({"ours": decoder}, prompts, BenchSettings(max_new_tokens=4)).rows[2]
+    show([replace(row, lossless=None, differences=[found])])
+    line = next(one for one in capsys.readouterr().out.splitlines() if "prompt p" in one)
+    assert line.startswith("different, not asserted: ours, relay on")
+    assert "tie" not in line
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

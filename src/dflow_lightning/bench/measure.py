@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import torch
-
 from dflow_lightning.bench.row import (
     Decoded,
     Row,
@@ -255,10 +253,12 @@ class Run:
         summary = acceptance_summary([one.accepted for one in ours.completions], num_drafts)
         same_noise = self.rule != "rejection"
         differences = self.differences(ours, plain, check) if same_noise else []
-        exact = check.target.dtype in (torch.float32, torch.float64)
         rate, plain_rate = ours.tokens_per_second, plain.tokens_per_second
         milliseconds = round_milliseconds(ours.timer)
         relay_apart = arm.relay == "on" and self.settings.backend != "package"
+        lossless = None
+        if check.asserted and same_noise:
+            lossless = all(one.excused for one in differences)
         return Row(
             drafter=arm.name,
             relay=arm.relay,
@@ -281,7 +281,7 @@ class Run:
             time_per_output_token_p95=time_per_output_token(ours.completions, 0.95),
             round_milliseconds=milliseconds,
             relay_share=relay_share(milliseconds) if relay_apart else None,
-            lossless=all(one.excused for one in differences) if exact and same_noise else None,
+            lossless=lossless,
             excused_ties=sum(one.excused for one in differences),
             differences=differences,
         )

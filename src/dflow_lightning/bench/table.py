@@ -174,11 +174,13 @@ def _list_differences(row: "Row", names: dict[str, str], print_text: Callable) -
         f"concurrency {row.concurrency}"
     )
     for one in row.differences[:LISTED]:
-        margin = "no tie" if one.margin is None else f"margin {one.margin:.1e}"
+        margin = ", no tie" if one.margin is None else f", margin {one.margin:.1e}"
         verdict = "excused tie" if one.excused else "DIFFERENT"
+        if row.lossless is None:  # half precision: nobody knows whether it is a tie
+            verdict, margin = "different, not asserted", ""
         print_text(
             f"{verdict}: {what}, prompt {one.prompt}, token {one.position}: {one.token} against "
-            f"{one.plain_token} plain, {margin}"
+            f"{one.plain_token} plain{margin}"
         )
     if len(row.differences) > LISTED:
         print_text(f"... and {len(row.differences) - LISTED} more of {what}")
