@@ -48,13 +48,13 @@ def parameters(module: torch.nn.Module) -> int:
 
 def report(name: str, decoder: SpeculativeDecoder, rounds: int) -> None:
     """Print one shape's row."""
-    timer = RoundTimer()
+    timer = RoundTimer(decoder.target.device)
     drafter, relay = decoder.drafter, decoder.relay
     assert relay is not None
     K = drafter.dims.block_size
     # Random drafters are hardly ever right: a token a round.
     decoder.generate([[5, 6, 7, 8]], max_new_tokens=8, stop_token_ids=())
-    while len(timer.draft) < rounds:
+    while len(timer.seconds("draft")) < rounds:
         decoder.generate([[5, 6, 7, 8]], max_new_tokens=rounds, stop_token_ids=(), timer=timer)
     parts = round_milliseconds(timer)
     assert parts is not None
@@ -68,8 +68,9 @@ def report(name: str, decoder: SpeculativeDecoder, rounds: int) -> None:
     once = 2 * decoder.target.hidden_size * relay.hidden_size
     relay_flops = 2 * (K * (parameters(relay) - once) + once)
     read = target + parameters(drafter) + head
+    measured = len(timer.seconds("draft"))
     print(
-        f"{name:<12} {len(timer.draft):>6} {parts['draft']:>9.2f} {parts['verify']:>9.2f} "
+        f"{name:<12} {measured:>6} {parts['draft']:>9.2f} {parts['verify']:>9.2f} "
         f"{parts['relay']:>8.3f} {100 * share:>7.2f} "
         f"{100 * relay_flops / body:>7.2f} {100 * parameters(relay) / read:>7.2f}",
         flush=True,

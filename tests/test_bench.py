@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from dflow_lightning.decode.equality import EqualityCheck, choice_margin, first_
 from dflow_lightning.errors import InputError
 from dflow_lightning.export.write import export_drafter
 from dflow_lightning.models.target import FrozenTarget
-from dflow_lightning.stopwatch import RoundTimer
+from dflow_lightning.stopwatch import RoundTimer, Stopwatch
 
 FAMILIES = ("math", "code")
 CONTRACT = {
@@ -391,6 +392,83 @@ def test_what_plain_decoding_chooses_has_no_margin(decoder, prompts, temperature
         assert choice_margin(logits_V, token, temperature, float(uniform)) == pytest.approx(
             0, abs=1e-6
         )
+
+
+class FakeEvent:
+    """An event of a GPU that is behind the program that feeds it: it has no time until asked."""
+
+    clock = 0.0
+    log: list[str]
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.milliseconds: float | None = None
+        self.recorded: float | None = None
+
+    def record(self, stream: str) -> None:
+        FakeEvent.log.append(f"record on {stream}")
+        self.recorded = FakeEvent.clock
+
+    def synchronize(self) -> None:
+        FakeEvent.log.append("synchronize")
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert "synchronize" in FakeEvent.log[-1]
+        assert self.recorded is not None
+        assert end.recorded is not None
+        return end.recorded - self.recorded
+
+
+@pytest.fixture
+def events(monkeypatch) -> type[FakeEvent]:
+    """Takes the place of CUDA's events; the program's own clock stands still."""
+    FakeEvent.clock, FakeEvent.log = 0.0, []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    return FakeEvent
+
+
+def test_rounds_on_a_gpu_are_timed_by_its_events(events):
+    timer = RoundTimer(torch.device("cuda:1"))
+    for _ in range(2):
+        with timer.measure("whole"):
+            for part, milliseconds in (("draft", 3.0), ("verify", 5.0)):
+                with timer.measure(part):
+                    events.clock += milliseconds
+    assert events.log == ["record on stream of cuda:1"] * 12  # a round waits for nothing
+    assert timer.seconds("draft") == pytest.approx([0.003, 0.003])
+    assert timer.seconds("verify") == pytest.approx([0.005, 0.005])
+    assert timer.seconds("whole") == pytest.approx([0.008, 0.008])
+    assert events.log.count("synchronize") == 1
+    with timer.measure("draft"):
+        events.clock += 1.0
+    pooled = RoundTimer()
+    pooled.extend(timer)
+    pooled.extend(timer)
+    assert pooled.seconds("draft") == pytest.approx([0.003, 0.003, 0.001] * 2)
+    assert events.log.count("synchronize") == 2
+
+
+def test_laps_on_a_gpu_are_timed_by_its_events(events):
+    watch = Stopwatch()
+    for milliseconds in (2.0, 4.0):
+        with watch.lap(torch.device("cuda")):
+            events.clock += milliseconds
+    assert "synchronize" not in events.log
+    assert watch.take() == pytest.approx(0.003)
+    assert watch.take() is None
+
+
+def test_bench_times_rounds_where_the_target_is(decoder, prompts, monkeypatch):
+    from dflow_lightning.bench import measure
+
+    devices = []
+    monkeypatch.setattr(
+        measure, "RoundTimer", lambda device: (devices.append(device), RoundTimer())[1]
+    )
+    bench({"ours": decoder}, prompts[:2], BenchSettings(max_new_tokens=4))
+    assert set(devices) == {decoder.target.device}
 
 
 def test_parts_of_a_round():

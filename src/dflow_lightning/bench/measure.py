@@ -227,7 +227,7 @@ class Run:
 
     def decode(self, arm: Arm, prompts: Sequence[Prompt], limit: int) -> Decoded:
         """Answers of one arm, `concurrency` prompts at a time."""
-        timer = RoundTimer()
+        timer = RoundTimer(arm.decoder.target.device)
         requests = arm.decoder.requests(
             [prompt.token_ids for prompt in prompts],
             [prompt_seed(self.settings.seed, prompt.id) for prompt in prompts],

@@ -11,9 +11,7 @@ import torch
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import Completion
 from dflow_lightning.decode.equality import Difference
-from dflow_lightning.stopwatch import RoundTimer
-
-PARTS = ("whole", "draft", "verify", "relay", "commit")  # of a round
+from dflow_lightning.stopwatch import PARTS, RoundTimer
 
 
 def template_hash(tokenizer: Any) -> str:
@@ -52,8 +50,8 @@ class Row:
         speedup_median: median over prompts of the same ratio; only at concurrency 1.
         time_per_output_token_p50, time_per_output_token_p95: seconds from a request's first token
             to its last, over the tokens after the first: the median request and the 95th of 100.
-        round_milliseconds: wall time of a round and of each of its parts, medians over rounds;
-            compiled rounds have no parts.
+        round_milliseconds: time of a round and of each of its parts, medians over rounds, on a GPU
+            the device's own; compiled rounds have no parts.
         relay_share: median relay time over median draft + verify time of a round; None without
             relay, and with a packaged draft step, which contains it.
         lossless: every answer equals the plain one but for excused ties; None when the target is
@@ -117,7 +115,7 @@ class Decoded:
     @property
     def requests_in_flight(self) -> float | None:
         """Mean over the rounds."""
-        rounds = len(self.timer.whole)
+        rounds = len(self.timer.seconds("whole"))
         return sum(len(one.accepted) for one in self.completions) / rounds if rounds else None
 
 
@@ -127,8 +125,7 @@ def pool(parts: Iterable[Decoded]) -> Decoded:
     for part in parts:
         pooled.prompts.extend(part.prompts)
         pooled.completions.extend(part.completions)
-        for name in PARTS:
-            getattr(pooled.timer, name).extend(getattr(part.timer, name))
+        pooled.timer.extend(part.timer)
     return pooled
 
 
@@ -153,13 +150,13 @@ def time_per_output_token(completions: Iterable[Completion], share: float) -> fl
 
 
 def round_milliseconds(timer: RoundTimer) -> dict[str, float] | None:
-    """Wall time of a round and of those parts that were measured, medians over the rounds."""
-    rounds = len(timer.whole)
+    """Time of a round and of those parts that were measured, medians over the rounds."""
+    rounds = len(timer.seconds("whole"))
     if not rounds:
         return None
     medians = {}
     for part in PARTS:
-        seconds = getattr(timer, part)
+        seconds = timer.seconds(part)
         times = len(seconds) // rounds  # a round works on the relay in more than one place
         if times:
             medians[part] = 1000 * median(

@@ -174,5 +174,5 @@ def _widened(module: nn.Module) -> nn.Module:
         wide = {name: one.double() for name, one in held.items() if one.is_floating_point()}
         return functional_call(module, wide, args, kwargs)
 
-    widened.forward = forward  # type: ignore[method-assign]
+    widened.forward = forward
     return widened
