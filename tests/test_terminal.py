@@ -19,7 +19,9 @@ from rich.table import Table
 
 from dflow_lightning import __main__ as entry
 from dflow_lightning.commandline.arguments import EXAMPLES, option_types, spell_out
+from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.completion import parsers_of_commands, script
+from dflow_lightning.errors import InputError
 from dflow_lightning.run.progress import LINE_SECONDS, Speed, by_round, measured
 from dflow_lightning.run.summary import BestSoFar, Decoded, decoded, print_decoded
 from dflow_lightning.sweep.command import SweepSettings
@@ -211,6 +213,41 @@ def test_json_stands_alone(launch: "Launcher", run_options: list[str], recipe: P
     assert row["id"] == "train-1"
     assert len(row["input_ids"]) == len(row["loss_mask"])
     assert any(row["loss_mask"])
+    assert not shown.err
+
+
+def test_json_of_a_file_is_written_beside_the_text(
+    launch: "Launcher", run_options: list[str], recipe: Path, tmp_path: Path
+) -> None:
+    small = [o for o in run_options if not o.startswith("--tracking")]
+    file = tmp_path / "plan.json"
+    plain = launch("plan", "--config", recipe, *small)
+    assert launch("plan", "--config", recipe, *small, "--json", file).out == plain.out
+    alone = launch("plan", "--config", recipe, *small, "--json")
+    assert json.loads(file.read_text()) == json.loads(alone.out)
+    assert alone.err == plain.out
+    checked = launch("doctor", "--json", file)
+    assert len(json.loads(file.read_text())["checks"]) == len(checked.out.splitlines()) - 2
+
+
+def test_json_and_drafter_mean_one_thing_in_all_commands() -> None:
+    for name in entry.TOOLS:
+        types = option_types(entry.load_tool(name))
+        assert types.get("--json", Path | None) == Path | None, name
+        assert "--export" not in types, name
+        assert types.get("--drafter", Path) in (Path, list[Path]), name
+
+
+def test_lines_of_json_are_kept_as_they_come(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "rows.jsonl"
+    file.parent.mkdir()
+    file.write_text("of an earlier command\n")
+    output = JsonOutput(file)
+    for i in range(2):
+        output.write_line({"row": i})
+        assert len(file.read_text().splitlines()) == i + 1
+    with pytest.raises(InputError, match=r"json: .* is a folder"):
+        JsonOutput(tmp_path)
 
 
 # ---------------------------------------------------------------- what a run shows

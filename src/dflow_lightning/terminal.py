@@ -124,9 +124,9 @@ def command(label: str, words: Sequence[str], width: int | None = None) -> str:
     return label + (" \\\n" + " " * len(label)).join(lines)
 
 
-def print_json(content: Any, *, indent: int | None = 1) -> None:
-    """Print one JSON value on standard output; nothing else may stand there."""
-    print(json.dumps(content, ensure_ascii=False, indent=indent), flush=True)
+def print_json(content: Any, *, indent: int | None = 1, stream: IO[str] | None = None) -> None:
+    """Print one JSON value, on standard output by default; nothing else may be printed there."""
+    print(json.dumps(content, ensure_ascii=False, indent=indent), file=stream, flush=True)
 
 
 def reader_has_gone() -> bool:

@@ -8,6 +8,7 @@ import pytest
 from dflow_lightning.decode.command import decode_command
 from dflow_lightning.errors import InputError
 from dflow_lightning.export.write import export_drafter
+from dflow_lightning.terminal import STDOUT
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def prompt_file(folder: Path, *rows: dict) -> Path:
 
 
 def decode(capsys, **options) -> list[dict]:
-    decode_command(json=True, **options)
+    decode_command(json=STDOUT, **options)
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 

@@ -1,6 +1,5 @@
 """`dflow-train bench`: drafters on held-out prompts, by real decoding."""
 
-import json as jsonlib
 import os
 import platform
 import shlex
@@ -14,12 +13,12 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from dflow_lightning import files
 from dflow_lightning.bench.measure import BenchResult, BenchSettings, RelayChoice, bench, num_steps
 from dflow_lightning.bench.overlap import check_overlap, measure_overlap
 from dflow_lightning.bench.row import Row
 from dflow_lightning.bench.suite import Suite, SuiteChoice, read_suite, suite_path
 from dflow_lightning.bench.table import show, show_overlap
+from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
@@ -28,7 +27,7 @@ from dflow_lightning.decode.tree import check_settings as check_tree_settings
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.device import Dtype, choose_device
 from dflow_lightning.models.target import FrozenTarget
-from dflow_lightning.terminal import STDOUT, bar, is_live, print_json, screen
+from dflow_lightning.terminal import bar, is_live, screen
 
 __all__ = ["BenchResult", "BenchSettings", "Row", "bench", "bench_command"]
 FORMAT = 2  # of the JSON file; 1 had no number, no joint histograms and no overlap
@@ -72,8 +71,8 @@ def bench_command(
         thinking: let the target think first, where its chat template knows how.
         max_new_tokens: upper limit of an answer.
         relay: how drafters that have a relay are measured.
-        json: also write the rows and the environment to this file; without a name (or as `-`) to
-            standard output, and the tables to standard error.
+        json: also write the rows and the environment to this file as JSON; without a file name
+            print them on standard output and everything else on standard error.
         concurrency: requests in flight at the same time, one number or more, separated by commas.
         acceptance: `match` accepts a draft that the target chooses; `rejection` is rejection
             sampling, whose answers above temperature 0 cannot be compared with the plain ones.
@@ -111,12 +110,10 @@ def bench_command(
     decoders = {str(one): SpeculativeDecoder.from_export(one, frozen) for one in drafter}
     if overlap:
         check_overlap(decoders, settings)
-    paper = sys.stderr if json == STDOUT else sys.stdout
-    if json is not None and json != STDOUT:
-        files.check_writable(json, "json")
+    result_json = JsonOutput(json)
     asked = read_suite(choice, frozen, next(iter(decoders.values())))
     if not quiet:
-        print("\n".join(asked.lines()), file=paper, flush=True)
+        print("\n".join(asked.lines()), file=result_json.text, flush=True)
     result = bench_shown(decoders, asked.prompts, settings, quiet)
     paired = measure_overlap(decoders, asked.prompts, settings) if overlap else []
     if json is not None:
@@ -128,13 +125,10 @@ def bench_command(
             "overlap": [asdict(one) for one in paired],
             "environment": about,
         }
-        if json == STDOUT:
-            print_json(content)
-        else:
-            files.write_text(json, jsonlib.dumps(content, indent=1) + "\n")
-    show(result.rows, screen(paper))
-    show_overlap(paired, screen(paper))
-    if json is not None and json != STDOUT:
+        result_json.write(content)
+    show(result.rows, screen(result_json.text))
+    show_overlap(paired, screen(result_json.text))
+    if json is not None and not result_json.on_stdout:
         print(f"rows and environment written to {json}")
     if any(row.lossless is False for row in result.rows):
         print("NOT LOSSLESS: answers differ from plain decoding (see above)", file=sys.stderr)

@@ -29,7 +29,7 @@ EXAMPLES = {
     "inspect": f"--data data/tiny-qwen3/prompts/train.jsonl --row 3 {TINY}",
     "export": f"--checkpoint {RUN}/checkpoints/best.ckpt --out {RUN}/export",
     "validate-export": f"--drafter data/tiny-drafters/dflow {TINY}",
-    "serve-check": f"--export data/tiny-drafters/dflow {TINY}",
+    "serve-check": f"--drafter data/tiny-drafters/dflow {TINY}",
     "decode": f"{TINY} --drafter data/tiny-drafters/dflow --prompt 'What is 17 + 4?'",
     "bench": f"{TINY} --drafter data/tiny-drafters/dflow --suite tiny --per_family 4",
     "report": "--bench runs/bench.json --out runs/report.html",

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.conversations import Conversation, Reject, parse_conversations
 from dflow_lightning.data.prepared import is_prepared, open_prepared, read_manifest
 from dflow_lightning.data.template import ChatEncoder, EncodedRow
@@ -17,7 +18,7 @@ from dflow_lightning.data.tokenizer import load_tokenizer, tokenizer_sha256
 from dflow_lightning.data.turns import Supervise, written_rows
 from dflow_lightning.errors import InputError
 from dflow_lightning.tensors.blocks import draw_anchors
-from dflow_lightning.terminal import print_json, screen
+from dflow_lightning.terminal import screen
 
 SUPERVISED = "bold green"
 Put = Callable[[str, str, str, Sequence[str], Any, EncodedRow, Console | None], None]
@@ -30,7 +31,7 @@ def inspect_command(
     row: int = 1,
     thinking: bool = False,
     supervise: Supervise = "all_turns",
-    json: bool = False,
+    json: Path | None = None,
 ) -> None:
     """Show a row as the target's chat template renders it, and which tokens are learned from.
 
@@ -44,9 +45,16 @@ def inspect_command(
         row: number of the row in a folder, a JSON array or a Parquet file, or its line; from 1.
         thinking: let the target think first, where its chat template knows how (files only).
         supervise: learn from every answer of a conversation, or from the last one (files only).
-        json: print each row as one line of JSON, with its token ids and loss mask.
+        json: also write each row to this file as a line of JSON, with its token ids and loss mask;
+            without a file name print the lines on standard output instead of text.
     """
-    put = show_json if json else show
+    result_json = JsonOutput(json)
+
+    def put(*shown: Any) -> None:
+        result_json.write_line(row_as_json(*shown[:6]))
+        if not result_json.on_stdout:
+            show(*shown)
+
     data = data.expanduser()
     if is_prepared(data):
         _show_prepared(data, target, row, put)
@@ -208,25 +216,20 @@ def show(
     put(*parts)
 
 
-def show_json(
-    title: str,
-    name: str,
-    family: str,
-    notes: Sequence[str],
-    tokenizer: Any,
-    tokens: EncodedRow,
-    console: Console | None = None,
-) -> None:
-    """Print what `show` does as one line of JSON."""
-    print_json(
-        {
-            "title": title, "id": name, "family": family, "notes": list(notes),
-            "text": tokenizer.decode(tokens.input_ids, skip_special_tokens=False),
-            "input_ids": list(tokens.input_ids), "loss_mask": list(map(bool, tokens.loss_mask)),
-            "anchors": anchor_candidates(tokens.loss_mask),
-        },
-        indent=None,
-    )  # fmt: skip
+def row_as_json(
+    title: str, name: str, family: str, notes: Sequence[str], tokenizer: Any, tokens: EncodedRow
+) -> dict[str, Any]:
+    """What `show` prints of a row, for a script."""
+    return {
+        "title": title,
+        "id": name,
+        "family": family,
+        "notes": list(notes),
+        "text": tokenizer.decode(tokens.input_ids, skip_special_tokens=False),
+        "input_ids": list(tokens.input_ids),
+        "loss_mask": list(map(bool, tokens.loss_mask)),
+        "anchors": anchor_candidates(tokens.loss_mask),
+    }
 
 
 def visible(text: str) -> str:

@@ -1,10 +1,10 @@
 """`dflow-train decode`: answer prompts with a target and its drafter."""
 
-import json as jsonlib
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.prompts import Prompt, make_prompts
 from dflow_lightning.data.rows import read_rows
 from dflow_lightning.data.template import ChatEncoder
@@ -34,7 +34,7 @@ def decode_command(
     acceptance: Acceptance = "match",
     backend: Backend = "eager",
     tree_nodes: int | None = None,
-    json: bool = False,
+    json: Path | None = None,
     thinking: bool = False,
     plain: bool = False,
     device: str = "auto",
@@ -59,7 +59,8 @@ def decode_command(
         backend: `eager`, `compiled`, or `package`, the compiled draft step of the export.
         tree_nodes: verify the most probable drafts as a tree of so many tokens, the anchor among
             them, in place of a chain; for DFlash and DFlow, eager, by match.
-        json: print one JSON object per prompt instead of text.
+        json: also write one JSON object per prompt to this file, a line each; without a file name
+            print them on standard output instead of text.
         thinking: let the target think first, where its chat template knows how.
         plain: decode with the target alone, to compare.
         device: `cpu`, `cuda`, or one GPU such as `cuda:1`; auto is the GPU where there is one.
@@ -76,6 +77,7 @@ def decode_command(
             "backend is package, which drafts; choose eager or compiled for plain decoding"
         )
     check_settings(tree_nodes, acceptance, backend, speculative=not plain)
+    result_json = JsonOutput(json)
     settings: dict[str, Any] = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
         "max_new_tokens": max_new_tokens,
@@ -100,9 +102,8 @@ def decode_command(
         for request, completion in zip(requests[part], completions, strict=True):
             row = describe(request, completion, decoder, plain, rule, relay_used)
             row["tree_nodes"] = tree_nodes
-            if json:
-                print(jsonlib.dumps(row, ensure_ascii=False), flush=True)
-            else:
+            result_json.write_line(row)
+            if not result_json.on_stdout:
                 show(row, named=len(requests) > 1)
 
 

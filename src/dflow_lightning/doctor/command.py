@@ -10,19 +10,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dflow_lightning.checks import Check
+from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.doctor.check import Step, run_checks, run_one
 from dflow_lightning.doctor.environment import ENVIRONMENT, Environment
-from dflow_lightning.terminal import labelled, print_json
+from dflow_lightning.terminal import STDOUT, labelled
 
-USAGE = """usage: dflow-train doctor [--config RECIPE [--key value ...]] [--json]
+USAGE = """usage: dflow-train doctor [--config RECIPE [--key value ...]] [--json [FILE]]
 
 Check this environment and, with a recipe, everything that it needs, on one batch.
 
   -c, --config RECIPE    a recipe, then overlays; keys and values as for fit
-  --json                 print one JSON object instead of lines
+  --json [FILE]          also write the checks to this file as JSON; without a file name print
+                         them on standard output and everything else on standard error
 
 Each line is ok, warn, FAIL or skip, and says how to mend what it found. Exit status 0 when nothing
 failed, warnings included, and 1 otherwise.
@@ -35,29 +37,26 @@ def run(args: Sequence[str]) -> int:
     """Print the checks of a command line; returns the exit status."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, nargs="?", const=STDOUT)
     options, rest = parser.parse_known_args(list(args))
     if options.help:
         print(USAGE)
         return 0
-    checks = []
+    result_json = JsonOutput(options.json)
+    text, checks = result_json.text, []
     for check in examine(rest):
-        if not options.json:
-            print(line(check), flush=True)
+        print(line(check, text), file=text, flush=True)
         checks.append(check)
     failed, doubts = (sum(one.status == kind for one in checks) for kind in ("FAIL", "warn"))
-    if options.json:
-        rows = [{"name": c.name, "status": c.status, "detail": c.detail} for c in checks]
-        found = {"ok": not failed, "checks": rows}
-        print_json(found)
-    else:
-        print(f"\n{len(checks)} checks, {failed} failed, {doubts} warnings")
+    rows = [{"name": c.name, "status": c.status, "detail": c.detail} for c in checks]
+    result_json.write({"ok": not failed, "checks": rows})
+    print(f"\n{len(checks)} checks, {failed} failed, {doubts} warnings", file=text)
     return 1 if failed else 0
 
 
-def line(check: Check) -> str:
+def line(check: Check, stream: IO[str]) -> str:
     """One line; on a terminal it is folded, so that the columns stay."""
-    return labelled(f"{check.status:<5} {check.name:<14} ", check.detail)
+    return labelled(f"{check.status:<5} {check.name:<14} ", check.detail, stream)
 
 
 def examine(args: Sequence[str]) -> Iterator[Check]:

@@ -1,14 +1,14 @@
 """`dflow-train export`: a checkpoint to the folder that engines load."""
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.errors import InputError
 from dflow_lightning.export.write import check_replaceable, export_drafter
 from dflow_lightning.models.eagle3 import Eagle3Drafter
-from dflow_lightning.terminal import labelled, print_json
+from dflow_lightning.terminal import labelled
 from dflow_lightning.tracking.registry import register_export
 from dflow_lightning.training.saved import load_trained, open_checkpoint
 
@@ -23,7 +23,7 @@ def export_command(
     target: str | None = None,
     register: bool = True,
     register_as: str | None = None,
-    json: bool = False,
+    json: Path | None = None,
 ) -> None:
     """Write the folder that SGLang, vLLM and `dflow-train decode` load.
 
@@ -38,9 +38,11 @@ def export_command(
         target: where the target is now, if not where it was trained with.
         register: add it to the tracking store of its run, as a version of a model.
         register_as: the model's name there; by default the experiment's and the target's.
-        json: print one JSON object instead of a line.
+        json: also write what was exported to this file as JSON; without a file name print it on
+            standard output and everything else on standard error.
     """
     check_replaceable(out)
+    result_json = JsonOutput(json)
     saved = open_checkpoint(checkpoint)
     write: Any = partial(export_drafter, compile=compile)
     if format == "speculators":
@@ -66,13 +68,13 @@ def export_command(
     )
     size = sum(path.stat().st_size for path in out.rglob("*.safetensors"))
     drafts = module.drafter.dims.block_size - 1
-    if json:
-        facts = {"out": str(out), "format": format, "dtype": dtype, "weight_bytes": size}
-        print_json(facts | {"relay": module.relay is not None, "num_speculative_tokens": drafts})
-    else:
-        relay = "with relay" if module.relay else "no relay"
-        relay += ", with carryover" if module.drafter.carryover is not None else ""
-        said = f"{dtype}, {size / 1e6:.1f} MB, {relay}; num_speculative_tokens is {drafts}"
-        print(labelled("", f"exported to {out}: {said}"))
+    facts = {"out": str(out), "format": format, "dtype": dtype, "weight_bytes": size}
+    facts |= {"relay": module.relay is not None, "num_speculative_tokens": drafts}
+    result_json.write(facts)
+    relay = "with relay" if module.relay else "no relay"
+    relay += ", with carryover" if module.drafter.carryover is not None else ""
+    summary = f"{dtype}, {size / 1e6:.1f} MB, {relay}; num_speculative_tokens is {drafts}"
+    text = result_json.text
+    print(labelled("", f"exported to {out}: {summary}", text), file=text)
     if register:  # last: the export is good whatever becomes of its record
-        register_export(saved, out, register_as, paper=sys.stderr if json else sys.stdout)
+        register_export(saved, out, register_as, paper=text)

@@ -17,22 +17,20 @@ running:
 
 from __future__ import annotations
 
-import json as jsonlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from dflow_lightning import files
 from dflow_lightning.bench.command import versions
 from dflow_lightning.bench.suite import suite_path
 from dflow_lightning.checks import Check, Found, outcome
+from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.errors import InputError
 from dflow_lightning.export import validate_decoding, validate_folder
 from dflow_lightning.export.validate_folder import Subject, interleaved
 from dflow_lightning.models.target import FrozenTarget
-from dflow_lightning.terminal import STDOUT, labelled, print_json
+from dflow_lightning.terminal import labelled
 from dflow_lightning.training.saved import open_checkpoint
 
 CHECKS: dict[str, Callable[[Subject], Found]] = {
@@ -67,17 +65,15 @@ def validate_export_command(
         num_prompts: prompts for the lossless check.
         suite: `tiny` (the embedded target's test prompts) or a JSONL file of prompts.
         max_new_tokens: upper limit of their answers.
-        json: also write the checks to this file; without a name (or as `-`) to standard output,
-            and the lines to standard error.
+        json: also write the checks to this file as JSON; without a file name print them on
+            standard output and everything else on standard error.
     """
     for name, value in {"num_prompts": num_prompts, "max_new_tokens": max_new_tokens}.items():
         if value < 1:
             raise InputError(f"{name} is {value}; give 1 or more")
     if not drafter.is_dir():
         raise InputError(f"drafter: {drafter} is no folder; give one that dflow-train export wrote")
-    paper = sys.stderr if json == STDOUT else sys.stdout
-    if json is not None and json != STDOUT:
-        files.check_writable(json, "json")
+    result_json = JsonOutput(json)
     saved = None if checkpoint is None else open_checkpoint(checkpoint)
     if saved is not None:
         saved.require_identity()
@@ -96,18 +92,13 @@ def validate_export_command(
     )
     checks = []
     for check in validate_export(subject):
-        said = labelled(f"{check.status:<5} {check.name:<16} ", check.detail, paper)
-        print(said, file=paper, flush=True)
+        said = labelled(f"{check.status:<5} {check.name:<16} ", check.detail, result_json.text)
+        print(said, file=result_json.text, flush=True)
         checks.append(check)
     failed = any(check.status == "FAIL" for check in checks)
-    if json is not None:
-        about = {"drafter": str(drafter), "target": frozen.name, "versions": versions()}
-        rows = [asdict(check) for check in checks]
-        report = about | {"ok": not failed, "checks": rows}
-        if json == STDOUT:
-            print_json(report)
-        else:
-            files.write_text(json, jsonlib.dumps(report, indent=1) + "\n")
+    about = {"drafter": str(drafter), "target": frozen.name, "versions": versions()}
+    rows = [asdict(check) for check in checks]
+    result_json.write(about | {"ok": not failed, "checks": rows})
     if failed:
         raise SystemExit(1)
 

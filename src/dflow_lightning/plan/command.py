@@ -6,6 +6,7 @@ two steps and puts what they took beside it (`plan_measure`).
 
 import math
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from lightning.pytorch import Trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflow_lightning.commandline.arguments import spell_out
+from dflow_lightning.commandline.json_output import HELP as JSON_HELP
+from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.commandline.recipe import with_bases
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.data.prepared import is_prepared
@@ -31,7 +34,6 @@ from dflow_lightning.plan.memory import GIB, PRECISIONS, RESERVE, Plan, Sharding
 from dflow_lightning.plan.work import Work
 from dflow_lightning.prepare.verify import read_on_policy
 from dflow_lightning.run.fit import INTERPOLATION, METHOD_HELP, SECTIONS, RunParser, method_of
-from dflow_lightning.terminal import print_json
 from dflow_lightning.training.base import BLOCK, Method
 from dflow_lightning.training.module import DrafterModule
 
@@ -47,18 +49,17 @@ MEASURE = "Run two steps on the recipe's own shapes, on one device, and print wh
 def run(args: Sequence[str]) -> int:
     """Print parameters, memory, work, steps and disk of a recipe; refuse what cannot fit."""
     recipe = parse(args)
+    result_json = JsonOutput(recipe.json)
     plan = make_plan(recipe)
-    if recipe.json:
-        print_json(numbers(plan))
+    result_json.write(numbers(plan))
+    with redirect_stdout(result_json.text):
+        print("\n".join([*counts(plan), "", *memory_table(plan, recipe.gpu_memory), ""]))
         plan.refuse_what_does_not_fit(recipe.gpu_memory)
-        return 0
-    print("\n".join([*counts(plan), "", *memory_table(plan, recipe.gpu_memory), ""]))
-    plan.refuse_what_does_not_fit(recipe.gpu_memory)
-    print("\n".join([*work(plan), *steps(plan), *answers(plan), *hours(plan), *disk(plan)]))
-    if recipe.measure:
-        from dflow_lightning.plan.measure import measured
+        print("\n".join([*work(plan), *steps(plan), *answers(plan), *hours(plan), *disk(plan)]))
+        if recipe.measure:
+            from dflow_lightning.plan.measure import measured
 
-        print("\n".join(["", *measured(plan)]))
+            print("\n".join(["", *measured(plan)]))
     return 0
 
 
@@ -102,7 +103,7 @@ def parse(args: Sequence[str]) -> Any:
     parser.add_argument("--rows", type=int | None, default=None, help="Of data.train, if not here.")
     parser.add_argument("--gpu_tflops", type=float, default=125.0, help=TFLOPS)
     parser.add_argument("--measure", type=bool, default=False, help=MEASURE)
-    parser.add_argument("--json", type=bool, default=False, help="Print one JSON object instead.")
+    parser.add_argument("--json", type=Path | None, default=None, help=JSON_HELP)
     sections: dict[str, Any] = {"model": DrafterModule, "data": ChatDataModule, "trainer": Trainer}
     for section, kind in (sections | SECTIONS).items():
         parser.add_lightning_class_args(kind, section)
@@ -110,7 +111,7 @@ def parse(args: Sequence[str]) -> Any:
     for name in ("seed_everything", "run_dir", "ckpt_path", "quiet"):
         parser.add_argument(f"--{name}", type=Any, default=None, help="Not used here.")
     parser.link_arguments("model.target.path", "data.tokenizer")
-    flags = dict.fromkeys(("--measure", "--json"), bool)
+    flags = {"--measure": bool, "--json": Path | None}
     recipe = parser.parse_args(with_bases(spell_out(flags, args)))
     for name, unit in (("gpu_memory", "GiB"), ("gpu_tflops", "TFLOP/s")):
         if getattr(recipe, name) <= 0:

@@ -2,11 +2,12 @@
 
 import sqlite3
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.prepared import is_prepared, read_manifest
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.tokenizer import (
@@ -28,7 +29,7 @@ from dflow_lightning.prepare.rows import RowOptions, TooLong
 from dflow_lightning.prepare.run import Preparation
 from dflow_lightning.prepare.source import open_source
 from dflow_lightning.prepare.verify import report_on_policy
-from dflow_lightning.terminal import labelled, print_json
+from dflow_lightning.terminal import labelled
 
 
 def prepare_command(
@@ -63,7 +64,7 @@ def prepare_command(
     verify_rows: int = 256,
     min_agreement: float = 0.8,
     overwrite: bool = False,
-    json: bool = False,
+    json: Path | None = None,
 ) -> None:
     """Let the target answer prompts, and write tokens with a loss mask to train on.
 
@@ -102,12 +103,14 @@ def prepare_command(
         verify_rows: how many rows are compared.
         min_agreement: share of equal tokens below which regeneration is proposed.
         overwrite: replace a folder or an unfinished run that was made with other settings.
-        json: print one JSON object, the counts, instead of lines, which go to standard error.
+        json: also write the counts to this file as JSON; without a file name print them on
+            standard output and everything else on standard error.
     """
     if out.exists() and not is_prepared(out) and (out.is_file() or any(out.iterdir())):
         raise InputError(f"out: {out} is there and holds no prepared data; name another folder")
     check_writable(out / "manifest.json", "out")
-    spoken = redirect_stdout(sys.stderr) if json else nullcontext()
+    result_json = JsonOutput(json)
+    spoken = redirect_stdout(result_json.text)
     frozen = None
     if data is not None:
         options = RowOptions(
@@ -178,8 +181,7 @@ def prepare_command(
         if verify:
             frozen = frozen or _load(target, device, dtype)
             found = report_on_policy(out, frozen, num_rows=verify_rows, min_agreement=min_agreement)
-    if json:
-        print_json({"out": str(out), **manifest["counts"], "on_policy": found and asdict(found)})
+    result_json.write({"out": str(out), **manifest["counts"], "on_policy": found and asdict(found)})
 
 
 def _load(target: str, device: str, dtype: str) -> FrozenTarget:

@@ -65,7 +65,7 @@ def own_counts(
 
 def serve_check_command(
     *,
-    export: Path,
+    drafter: Path,
     target: str,
     engine: Literal["vllm"] = "vllm",
     python: Path = Path(".venv-vllm/bin/python"),
@@ -78,8 +78,8 @@ def serve_check_command(
     """Serve an exported drafter with a real engine and compare; status 1 if it is not as here.
 
     Args:
-        export: folder of the export.
-        target: folder of the target, or its hub id.
+        drafter: folder of an exported drafter.
+        target: hub id or folder of the target.
         engine: the serving engine.
         python: the interpreter of the engine's environment.
         suite: `tiny` (the embedded target's test prompts) or a JSONL file of prompts.
@@ -97,11 +97,13 @@ def serve_check_command(
             f"python: {python} does not exist; make the engine's environment (`make env-vllm`) or "
             "give its interpreter"
         )
-    if not export.is_dir():
-        raise InputError(f"export: {export} is no folder; give one that dflow-train export wrote")
+    if not drafter.is_dir():
+        raise InputError(
+            f"drafter: {drafter} is not a folder; give one that dflow-train export wrote"
+        )
     path = suite_path(suite, target)
     frozen = FrozenTarget.load(target, dtype="float32")
-    decoder = SpeculativeDecoder.from_export(export, frozen)
+    decoder = SpeculativeDecoder.from_export(drafter, frozen)
     limit = frozen.config.max_position_embeddings - max_new_tokens
     limit -= 2 * decoder.drafter.dims.block_size
     prompts = interleaved(read_prompts(frozen.tokenizer, path, max_length=limit, field="suite"))
@@ -110,7 +112,7 @@ def serve_check_command(
         python=python.absolute(), target=target, dtype=dtype, max_num_seqs=concurrency,
         max_model_len=max_new_tokens + check.longest + 2 * decoder.drafter.dims.block_size,
     )  # fmt: skip
-    if not check.run(settings, export):
+    if not check.run(settings, drafter):
         raise SystemExit(1)
 
 
@@ -134,8 +136,8 @@ class ServeCheck:
         self.plain = [one.token_ids for one in plain]
         self.equality = EqualityCheck(decoder.target)
 
-    def run(self, settings: ServerSettings, export: Path) -> bool:
-        """All arms of an export; whether every one is as it should be."""
+    def run(self, settings: ServerSettings, drafter: Path) -> bool:
+        """All arms of an exported drafter; whether every one is as it should be."""
         tokens = sum(map(len, self.plain))
         print(f"{len(self.ids)} prompts, {tokens} tokens, greedy, {settings.dtype}")
         print("engine  arm         tau there  tau here  rounds there  here  differ  ties")
@@ -147,7 +149,7 @@ class ServeCheck:
         for name, relay in arms.items():
             given = vars(settings) | {"drafter": None, "num_draft_tokens": 0, "relay": True}
             if relay is not None:
-                given |= {"drafter": export.absolute(), "num_draft_tokens": drafts, "relay": relay}
+                given |= {"drafter": drafter.absolute(), "num_draft_tokens": drafts, "relay": relay}
             problem = self.arm(name, relay, ServerSettings(**given))
             failures += [f"{name}: {problem}"] if problem else []
         for failure in failures:
