@@ -18,8 +18,8 @@ from processes import Plant, Server
 from resume_table import STEPS, Case, last_line, write_data
 from targets import random_target
 
-from dflow_lightning.tracking.delivery import deliver
 from dflow_lightning.tracking.journal import journals
+from dflow_lightning.tracking.sender import deliver
 from dflow_lightning.tracking.store import make_database
 
 ONE = Case("1 process", 0, 1)

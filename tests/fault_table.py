@@ -28,8 +28,8 @@ from resume_table import Case, last_line, record_of, write_data
 from targets import random_target
 from tracking_server import RealServer, failing_server, forwarded
 
-from dflow_lightning.tracking.delivery import deliver
 from dflow_lightning.tracking.journal import journals
+from dflow_lightning.tracking.sender import deliver
 from dflow_lightning.tracking.store import make_database
 
 ONE = Case("1 process", 0, 1)

@@ -81,9 +81,9 @@ def test_a_run_is_recorded_whole(
     }
     expected = {"train/loss", "train/tau_round0", "train/tau_round2", "val/loss", "val/tau"}
     expected |= {"val/tau_relay_off", "val/math/tau", "val/code/tau_relay_off"}
-    expected |= {"val/position_acceptance/3", "rollout/relay_rows_round2", "train/epoch"}
-    expected |= {f"speed/{n}" for n in ("tokens_per_second", "step_seconds", "rollout_seconds")}
-    expected |= {"speed/validation_seconds", "system/process_memory_gb", "system/cpu_cores_used"}
+    expected |= {"val/position_acceptance/3", "train/relay_rows_round2", "train/epoch"}
+    expected |= {f"system/{n}" for n in ("tokens_per_second", "step_seconds", "rollout_seconds")}
+    expected |= {"system/validation_seconds", "system/process_memory_gb", "system/cpu_cores_used"}
     assert expected <= run.data.metrics.keys()
     # The artifact is the whole recipe, the same as beside the checkpoints, and stays in the folder.
     (artifact,) = (run_dir / "artifacts").rglob("config.yaml")
@@ -257,7 +257,7 @@ def test_a_server_that_is_down_does_not_stop_the_training(
     assert run.info.status == "FINISHED"
     losses = client.get_metric_history(run.info.run_id, "train/loss")
     assert [point.step for point in losses] == [1, 2, 3, 4]
-    assert launch("sync", "--run", run_dir).out == f"everything of {run_dir} has arrived\n"
+    assert launch("sync", "--run", run_dir).out == f"{run_dir}: nothing left to send\n"
 
 
 def test_a_run_of_another_store_starts_anew(run_dir: Path) -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from processes import free_port
 from tracking_server import failing_server
 
-from dflow_lightning.tracking import delivery as tracking_delivery
 from dflow_lightning.tracking import journal as tracking_journal
 from dflow_lightning.tracking import sender as tracking_sender
 from dflow_lightning.tracking import store as tracking_store
@@ -146,7 +145,7 @@ def test_another_process_has_the_journal(tmp_path: Path) -> None:
     assert other.stdout is not None
     assert other.stdout.readline() == b"True\n"
     assert not journal_in(tmp_path).mine
-    said, ok = tracking_delivery.deliver(tmp_path / "tracking/key.jsonl")
+    said, ok = tracking_sender.deliver(tmp_path / "tracking/key.jsonl")
     assert ok
     assert "in progress" in said
     other.communicate(b"")

@@ -138,8 +138,8 @@ def test_overview(page: Page, address: str) -> None:
 
 CHARTS = {
     "train/loss": STEPS // EVERY,
-    "rollout/relay_rows_round2": STEPS // EVERY,
-    "speed/tokens_per_second": STEPS // EVERY,
+    "train/relay_rows_round2": STEPS // EVERY,
+    "system/tokens_per_second": STEPS // EVERY,
     "val/tau_relay_off": STEPS // VALIDATE,
     "val/position_acceptance/1": STEPS // VALIDATE,
 }

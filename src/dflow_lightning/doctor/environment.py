@@ -31,6 +31,7 @@ from dflow_lightning import embedded
 from dflow_lightning.checks import DoubtError, FailedError, SkippedError
 from dflow_lightning.doctor.check import Step
 from dflow_lightning.terminal import shown
+from dflow_lightning.tracking.address import sqlite_file
 
 PACKAGE = "dflow-lightning"
 TESTED = embedded.tested_versions()
@@ -241,8 +242,8 @@ def tracking(environment: Environment) -> str:
     uri = environment.tracking_uri
     if uri is None:
         return "mlflow.db in the run folder"
-    if uri.startswith("sqlite:///"):
-        folder = Path(uri.removeprefix("sqlite:///")).absolute().parent
+    if (store := sqlite_file(uri)) is not None:
+        folder = store.parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise FailedError(f"{uri}: {folder} cannot be written to; make the folder")
         return f"{uri} can be written"

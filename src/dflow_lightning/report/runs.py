@@ -96,12 +96,10 @@ def read_curves(folder: Path) -> Curves:
     store = next((path for path in stores if path.is_file()), None)
     if store is None:
         return {}
-    from mlflow import MlflowClient
+    from dflow_lightning.tracking.address import sqlite_uri
+    from dflow_lightning.tracking.store import open_client
 
-    from dflow_lightning.tracking.store import calmly
-
-    calmly()
-    client = MlflowClient(f"sqlite:///{store.resolve()}")
+    client = open_client(sqlite_uri(store))
     experiments = [one.experiment_id for one in client.search_experiments()]
     chosen = f"attributes.run_name = '{folder.name}'"
     newest = ["attributes.start_time DESC"]

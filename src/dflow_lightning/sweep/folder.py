@@ -10,8 +10,9 @@ from typing import Any
 
 from dflow_lightning import files
 from dflow_lightning.errors import InputError
+from dflow_lightning.tracking.address import sqlite_uri
 from dflow_lightning.tracking.logger import URI_VARIABLE
-from dflow_lightning.tracking.store import calmly
+from dflow_lightning.tracking.store import open_client, training_experiment
 
 RECORD, LOCK = "sweep.json", "sweep.lock"
 
@@ -122,20 +123,12 @@ class SweepStore:
 
         A parent run of an earlier call is continued.
         """
-        calmly()
-        from mlflow import MlflowClient
-
         path = folder.path.resolve()
-        uri = os.environ.get(URI_VARIABLE) or f"sqlite:///{path / 'mlflow.db'}"
-        client = MlflowClient(uri)
-        name = folder.path.name
-        found = client.get_experiment_by_name(name)
-        if found is None:
-            # MLflow would put artifacts into the working directory.
-            place = (path / "artifacts").as_uri() if uri.startswith("sqlite:") else None
-            experiment_id = client.create_experiment(name, artifact_location=place)
-        else:
-            experiment_id = found.experiment_id
+        uri = os.environ.get(URI_VARIABLE) or sqlite_uri(path / "mlflow.db")
+        client, name = open_client(uri), folder.path.name
+        # MLflow would put artifacts into the working directory.
+        place = (path / "artifacts").as_uri() if uri.startswith("sqlite:") else None
+        experiment_id = training_experiment(client, name, place)
         run_id = folder.record.get("mlflow_run_id")
         if run_id is None:
             run_id = client.create_run(experiment_id, run_name=name).info.run_id

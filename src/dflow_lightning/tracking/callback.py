@@ -1,11 +1,9 @@
-"""What is recorded of a run, and when: an MLflow run, and the recipe that made it."""
+"""The callbacks that record a run: metrics, charts and answers in MLflow, and its recipe."""
 
 import os
-import sys
 import time
 import traceback
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,7 @@ from dflow_lightning.tracking import provenance
 from dflow_lightning.tracking.journal import Destination
 from dflow_lightning.tracking.logger import RunLogger, new_key, store_address
 from dflow_lightning.tracking.meters import Meters
-from dflow_lightning.tracking.sender import prepare_client
-from dflow_lightning.tracking.store import calmly, clean_name
+from dflow_lightning.tracking.store import clean_name, import_mlflow
 from dflow_lightning.training.validation import ValidationDecoding
 
 KEY, RUN_ID = "tracking_key", "mlflow_run_id"  # in a checkpoint
@@ -57,7 +54,6 @@ class Tracking(Callback):
         self.logger: RunLogger | None = None
         self._meters = Meters()
         self._began_validation = 0.0
-        self._plots = True
 
     def open(
         self, run_dir: Path, run_id: str | None = None, suffix: str = "", key: str | None = None
@@ -65,9 +61,9 @@ class Tracking(Callback):
         """The logger of a run in `run_dir`.
 
         Args:
-            run_id: of a run to go on with, where the store holds it.
-            suffix: of the run's name.
-            key: of the run to go on with, whose id the checkpoint need not know.
+            run_id: the store's id of the run to continue.
+            suffix: appended to the run's name.
+            key: our key of the run to continue, for a checkpoint from before the store gave an id.
         """
         uri = store_address(run_dir, self.uri)
         local = uri.startswith("sqlite:")  # MLflow would put artifacts into the working directory
@@ -89,18 +85,18 @@ class Tracking(Callback):
     # ---------------------------------------------------------------- numbers of each step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Metrics of a training stand at the steps that were made."""
+        """Training metrics are recorded at the number of completed steps."""
         if self.logger is not None and stage == "fit":
             self.logger.shift = 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock."""
+        """Start the clock."""
         self._meters = Meters()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Looks at the rounds that a rollout has made."""
+        """Measure the rounds that the rollout made."""
         prepared = getattr(pl_module, "prepared", None)
         if self.logger is not None and prepared is not None and self._due(trainer):
             self._meters.see_rounds(prepared.rounds)
@@ -108,7 +104,7 @@ class Tracking(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch, and records speed and memory where Lightning records the loss."""
+        """Count the batch; record speed and memory at the steps at which the loss is recorded."""
         self._meters.count(batch.input_ids_BS.numel() * trainer.world_size)
         if self.logger is not None and trainer.global_step and self._due(trainer, made=True):
             self.logger.record_metrics(self._meters.take(trainer), trainer.global_step)
@@ -120,15 +116,15 @@ class Tracking(Callback):
     # ---------------------------------------------------------------- validation
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock of the validation."""
+        """Start the clock of the validation."""
         self._began_validation = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records charts and answers, and how long it took."""
+        """Record charts, answers and the time that the validation took."""
         fit = trainer.state.fn == "fit" and not trainer.sanity_checking
         if self.logger is not None and fit and trainer.is_global_zero:
             took = time.perf_counter() - self._began_validation
-            self.logger.record_metrics({"speed/validation_seconds": took}, trainer.global_step)
+            self.logger.record_metrics({"system/validation_seconds": took}, trainer.global_step)
             self._show_decoded(trainer, pl_module)
         self._meters.resume()
 
@@ -145,39 +141,29 @@ class Tracking(Callback):
         self.logger.artifact(
             f"answers/{step}.html", samples.sample_page(module.target.tokenizer, measured)
         )
-        if not self._plots:
-            return
-        try:
-            self.logger.artifact(f"charts/{step}/acceptance.png", plots.acceptance_plot(measured))
-            self.logger.artifact(f"charts/{step}/tau.png", plots.tau_plot(measured))
-        except ImportError:
-            self._plots = False
-            print(
-                "tracking: no PNG charts, since matplotlib is not installed "
-                "(pip install 'dflow-lightning[plots]'); their numbers are recorded all the same",
-                file=sys.stderr,
-            )
+        self.logger.artifact(f"charts/{step}/acceptance.png", plots.acceptance_plot(measured))
+        self.logger.artifact(f"charts/{step}/tau.png", plots.tau_plot(measured))
 
     # ---------------------------------------------------------------- checkpoints and the end
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Stores what names the run, for a resume."""
+        """Store what identifies the run, for a resume."""
         if self.logger is not None:
             checkpoint[KEY], checkpoint[RUN_ID] = self.logger.key, self.logger.run_id
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """A test or a validation stands at the checkpoint's step."""
+        """Metrics of `test` and `validate` are recorded at the checkpoint's step."""
         if self.logger is not None and trainer.state.fn != "fit":
             self.logger.shift = checkpoint["global_step"]
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Tells an interrupted run (Ctrl-C, a scheduler's SIGTERM) from a failed one."""
+        """Distinguish an interrupted run (Ctrl-C, a scheduler's SIGTERM) from a failed one."""
         if self.logger is None:
             return
         step = f"at step {trainer.global_step}"
@@ -192,13 +178,13 @@ class Tracking(Callback):
 
 
 class RecipeRecord(SaveConfigCallback):
-    """Writes the whole resolved recipe to `<run_dir>/config.yaml`, MLflow and every checkpoint."""
+    """Writes the resolved recipe to `<run_dir>/config.yaml`, to MLflow and to every checkpoint."""
 
     _lock: int | None = None  # of the run folder, while this process trains in it
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """The recipe as plain values, without this run's folder and checkpoint: it can be rerun."""
+        """The recipe as plain values, without this run's folder and checkpoint, to be rerun."""
         recipe = yaml.safe_load(self.parser.dump(self.config, skip_none=False, format="yaml"))
         recipe["trainer"]["default_root_dir"] = None
         return recipe | {"run_dir": None, "ckpt_path": None, "quiet": False}
@@ -212,7 +198,7 @@ class RecipeRecord(SaveConfigCallback):
             if self._lock is None:
                 raise InputError(
                     f"run_dir: another process trains in {folder}, and both would write the same "
-                    "checkpoints; name another folder"
+                    "checkpoints; choose another folder"
                 )
             text = yaml.safe_dump(self.recipe, sort_keys=False)
             (folder / "config.yaml").write_text(text, encoding="utf-8")
@@ -222,7 +208,7 @@ class RecipeRecord(SaveConfigCallback):
                 record_provenance(logger, trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Lets another training have the folder."""
+        """Release the lock of the run folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -230,12 +216,12 @@ class RecipeRecord(SaveConfigCallback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Stores the recipe, which a resume compares with its own."""
+        """Store the recipe, which a resume compares with its own."""
         checkpoint["recipe"] = self.recipe
 
 
 def record_provenance(logger: RunLogger, trainer: Trainer, module: Any) -> None:
-    """Records what made the run, and what it reads."""
+    """Record command, versions, machine and code of a run, and fingerprints of its inputs."""
     tags, sets = provenance.fingerprints(module, trainer.datamodule)  # type: ignore[attr-defined]
     more = [c.tags for c in trainer.callbacks if isinstance(c, Tracking)]  # type: ignore[attr-defined]
     tags = provenance.run_tags(trainer.world_size) | tags | (more[0] if more else {})
@@ -244,15 +230,3 @@ def record_provenance(logger: RunLogger, trainer: Trainer, module: Any) -> None:
     logger.record("datasets", sets=sets)
     if (diff := provenance.git_diff()) is not None:
         logger.artifact("git.diff", diff)
-
-
-def import_mlflow(uri: str) -> None:
-    """Imports in the main thread what the sender will need.
-
-    A loader's worker that is forked while another thread imports would inherit a held lock.
-    """
-    prepare_client()
-    calmly()
-    import_module("mlflow.tracking")
-    if uri.startswith("sqlite:"):
-        import_module("mlflow.store.tracking.sqlalchemy_store")

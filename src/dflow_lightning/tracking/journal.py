@@ -1,11 +1,12 @@
 """The queue between a training and its tracking store: a file in the run folder.
 
-    <run_dir>/tracking/<key>.jsonl     what was recorded, one JSON object a line, in order
-    <run_dir>/tracking/<key>.json      where it goes, the run's id there, bytes that have arrived
-    <run_dir>/tracking/refused.jsonl   what the store will never take, with its reason
+    <run_dir>/tracking/<key>.jsonl     records, one JSON object a line, in order
+    <run_dir>/tracking/<key>.json      the store, the run's id there, and how many bytes were sent
+    <run_dir>/tracking/refused.jsonl   records that the store rejected for good, with its reason
 
-A training appends a line and goes on. What has not arrived when it ends, or is killed, stays here
-and is sent later. The folder goes when everything has arrived.
+Training appends a line and goes on. Lines that were not sent when it ends, or is killed, are sent
+later: by `dflow-train sync`, `ui`, or the next training in the folder. The folder is removed when
+nothing is left to send.
 """
 
 import errno
@@ -25,8 +26,8 @@ from dflow_lightning.files import write_text
 FOLDER = "tracking"
 REFUSED = "refused.jsonl"
 CHUNK = 1 << 20  # bytes read at once, unless a single line is longer
-LARGEST = 1 << 30  # bytes a journal may grow to while its store is away
-EMPTIED_AT = 16 << 20  # an arrived journal of so many bytes starts anew
+LARGEST = 1 << 30  # bytes that a journal may grow to while its store is away
+EMPTIED_AT = 16 << 20  # bytes from which a journal that was sent completely is truncated
 HELD = 10_000  # records held in memory while the disk is full
 
 Record = dict[str, Any]
@@ -34,12 +35,12 @@ Record = dict[str, Any]
 
 @dataclass
 class Destination:
-    """Where a run's records go.
+    """The store and the run in it that records are sent to.
 
     Args:
-        key: names the run wherever its id in the store is not known yet.
+        key: identifies the run until the store has given it an id, and across stores.
         uri: address of the store.
-        run_id: in the store, once it is known.
+        run_id: the store's id of the run, once it is known.
         artifacts: where a new experiment keeps its artifacts; the store's choice when None.
     """
 
@@ -52,27 +53,27 @@ class Destination:
 
 
 class Entry(NamedTuple):
-    """A record that has not arrived, and where the journal goes on behind it."""
+    """A record to send, and the offset of the next one in the journal."""
 
     record: Record
-    end: int | None  # None: it is held in memory
+    end: int | None  # None: the record is held in memory
 
 
 class Journal:
-    """Records of one run that are on their way; one process writes, one thread of it reads.
+    """Records of one run on their way to the store; one process writes, one thread of it reads.
 
-    Nothing here raises: what cannot be written is held in memory, and what finds no room there is
-    counted in `lost`.
+    Nothing here raises, since a record is never worth a training: records that cannot be written
+    are held in memory, and those beyond `HELD` are dropped and listed in `lost`.
     """
 
     def __init__(self, run_dir: Path, destination: Destination) -> None:
         self.destination = destination
         self.folder = run_dir / FOLDER
         self.path = self.folder / f"{destination.key}.jsonl"
-        self.offset = 0  # bytes that have arrived
-        self.lost: dict[str, int] = {}  # what was recorded, and at which step for the last time
+        self.offset = 0  # bytes that the store has
+        self.lost: dict[str, int] = {}  # names of dropped records, with their last step
         self.mine = True  # False where another process writes this journal
-        self.died = False  # its process ended without a word
+        self.died = False  # an earlier process was killed before it could write the end
         self._held: deque[Record] = deque()
         self._guard = threading.Lock()
         self._file: int | None = None
@@ -82,7 +83,11 @@ class Journal:
     def _open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:  # the lock ends with the process, and its loaders' workers do not hold it
+        # A record lock (lockf), not flock: it ends with the process however that dies, and forked
+        # loader workers, which may outlive it, do not inherit it. For the same reason not the
+        # filelock package, which uses flock. It is on the journal itself: a lock file would have
+        # to be removed by someone.
+        try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):  # not: a file system without locks
@@ -95,17 +100,17 @@ class Journal:
                 self.destination = known
             self.died = not self._ended()
         if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")  # of a process that was killed while it wrote
+            os.write(self._file, b"\n")  # ends the line that a killed process left unfinished
         self.save()
 
     # ---------------------------------------------------------------- writing
 
     def append(self, record: Record) -> None:
-        """Adds a record; takes microseconds whatever the store does."""
+        """Add a record; takes microseconds, whatever state the store is in."""
         with self._guard:
             while self._held and self._write(self._held[0]):
                 self._held.popleft()
-            if self._held or not self._write(record):  # none overtakes another
+            if self._held or not self._write(record):  # records keep their order
                 if len(self._held) < HELD:
                     self._held.append(record)
                 else:
@@ -123,7 +128,7 @@ class Journal:
                 return True
         except OSError:
             pass
-        with suppress(OSError):  # half a line would spoil the next one
+        with suppress(OSError):  # the next line would be appended to half a line
             os.ftruncate(self._file, before)
         return False
 
@@ -134,7 +139,7 @@ class Journal:
     # ---------------------------------------------------------------- reading
 
     def entries(self) -> list[Entry]:
-        """The next records to send, in order; none where all have arrived."""
+        """The next records to send, in order; none if all were sent."""
         if self._file is not None and self.mine and self.offset < self._size():
             return self._read(self.offset)
         with self._guard:
@@ -144,7 +149,7 @@ class Journal:
         assert self._file is not None
         size, found, end = CHUNK, list[Entry](), offset
         while b"\n" not in (chunk := os.pread(self._file, size, offset)):
-            if len(chunk) < size:  # an unfinished line; `_open` ends those of killed processes
+            if len(chunk) < size:  # a line that is being written right now
                 return []
             size *= 2
         for line in chunk[: chunk.rindex(b"\n") + 1].splitlines(keepends=True):
@@ -157,7 +162,7 @@ class Journal:
         return found
 
     def arrived(self, entry: Entry) -> None:
-        """Takes note that a record is in the store."""
+        """Mark a record as sent."""
         if entry.end is not None:
             self.offset = entry.end
             return
@@ -166,13 +171,13 @@ class Journal:
                 self._held.popleft()
 
     def refuse(self, record: Record, reason: str) -> None:
-        """Sets a record aside that the store will never take."""
+        """Set aside a record that the store rejects for good, so that it holds up no others."""
         line = json.dumps({"reason": reason, **record}, ensure_ascii=False)
         with suppress(OSError), (self.folder / REFUSED).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def save(self) -> None:
-        """Writes down how far the store has come."""
+        """Write how much was sent; a large journal that was sent completely starts anew."""
         with self._guard:
             if self._file is not None and self.offset == self._size() > EMPTIED_AT:
                 with suppress(OSError):
@@ -189,11 +194,11 @@ class Journal:
 
     @property
     def waiting(self) -> bool:
-        """Whether some record has not arrived."""
+        """Whether records are left to send."""
         return bool(self._held) or (self.mine and self.offset < self._size())
 
     def left(self) -> dict[str, int]:
-        """Kinds of what has not arrived: metric points by their number, the rest by its name."""
+        """How many records of each kind are left to send; metrics count by their points."""
         counts: dict[str, int] = {}
         for record in self._left():
             kind = KINDS.get(record["do"], "")
@@ -203,7 +208,7 @@ class Journal:
         return counts
 
     def close_dead_run(self) -> None:
-        """Writes the end that a killed process could not write."""
+        """Append the end that a killed process could not write: FAILED, at its last record."""
         if not self.died:
             return
         self.died = False
@@ -225,14 +230,14 @@ class Journal:
         """Whether the last record is the end of the run."""
         if self._file is None or not self._size():
             return False
-        # Not by the path: closing a second handle would give up the lock.
+        # Through this handle: closing any other handle of the file would release the record lock.
         tail = os.pread(self._file, CHUNK, max(0, self._size() - CHUNK))
         with suppress(ValueError):
             return bool(json.loads(tail.splitlines()[-1])["do"] == "end")
         return False
 
     def remove(self) -> None:
-        """Removes what has arrived, and the folder with the last of it."""
+        """Remove the files of a journal that was sent, and the folder with the last one."""
         self.close()
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
@@ -240,7 +245,7 @@ class Journal:
             self.folder.rmdir()
 
     def close(self) -> None:
-        """Lets another process have the journal."""
+        """Release the lock."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -258,7 +263,7 @@ KINDS = {
 
 
 def read_state(path: Path) -> tuple[Destination, int] | None:
-    """Destination and offset of a journal; None where they cannot be read."""
+    """Destination and offset of a journal; None if they cannot be read."""
     try:
         state = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         offset = state.pop("offset")
@@ -268,7 +273,7 @@ def read_state(path: Path) -> tuple[Destination, int] | None:
 
 
 def journals(run_dir: Path) -> list[Path]:
-    """The journals of a run folder that have not arrived, oldest first."""
+    """The journals of a run folder with records left to send, oldest first."""
     folder = run_dir / FOLDER
     found = [path for path in folder.glob("*.jsonl") if path.name != REFUSED]
     return sorted(found, key=lambda path: path.stat().st_mtime)

@@ -1,7 +1,7 @@
-"""Lightning's way to the record of a run.
+"""The Lightning logger of a run.
 
-What is recorded goes to a journal in the run folder (`tracking_journal.py`), and from there, by one
-thread (`tracking_sender.py`), to the store (`tracking_store.py`). Training never waits for it.
+Records go to a journal in the run folder (`journal.py`), and from there, in a thread (`sender.py`),
+to the MLflow store (`store.py`). Training never waits for the store.
 """
 
 import base64
@@ -14,15 +14,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from dflow_lightning.tracking.delivery import deliver_others
+from dflow_lightning.tracking.address import sqlite_uri
 from dflow_lightning.tracking.journal import Destination, Journal
-from dflow_lightning.tracking.sender import Sender, now
+from dflow_lightning.tracking.sender import Sender, counted, deliver_others, now
 from dflow_lightning.tracking.store import clean_name
 
 PARAM_LIMIT = 250  # characters; a longer value stays in the recipe artifact alone
@@ -42,14 +43,14 @@ def flatten(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def store_address(run_dir: Path, uri: str | None) -> str:
     """The store of a run: the recipe's, the environment's, or the file in the run folder."""
-    return uri or os.environ.get(URI_VARIABLE) or f"sqlite:///{(run_dir / 'mlflow.db').resolve()}"
+    return uri or os.environ.get(URI_VARIABLE) or sqlite_uri(run_dir / "mlflow.db")
 
 
 class RunLogger(Logger):
-    """Lightning's way to the record.
+    """Puts everything that Lightning logs into the run's journal.
 
-    Metrics stand at the number of optimizer steps that were made, as in checkpoints and on the
-    terminal; Lightning counts one less.
+    Metrics are recorded at the number of completed optimizer steps, as in checkpoints and on the
+    terminal; Lightning counts one less, which `shift` corrects.
     """
 
     def __init__(self, run_dir: Path, destination: Destination, *, resumed: bool) -> None:
@@ -67,7 +68,7 @@ class RunLogger(Logger):
 
     @property
     def name(self) -> str:
-        """Of the experiment."""
+        """The experiment's name."""
         return self.destination.experiment
 
     @property
@@ -77,7 +78,7 @@ class RunLogger(Logger):
 
     @property
     def key(self) -> str:
-        """What names the run wherever its id in the store is not known."""
+        """Identifies the run, also while its id in the store is not known."""
         return self.destination.key
 
     @property
@@ -91,18 +92,18 @@ class RunLogger(Logger):
         return str(self._run_dir)
 
     def record(self, do: str, **content: Any) -> None:
-        """Puts something into the journal; the first record opens the run."""
+        """Append to the journal; the first record opens the run."""
         if not self._first:
             return
         if self.journal is None:
             self.journal = self._open()
         self.journal.append({"do": do, **content})
-        self.tell()
+        self.print_news()
 
     def _open(self) -> Journal:
-        """The journal is made with the first record: a run that never began leaves none."""
+        """Made with the first record, so that a run that never begins leaves no files."""
         journal = Journal(self._run_dir, self.destination)
-        if not journal.mine:  # the same run goes on in another process
+        if not journal.mine:  # the same run was resumed in another process as well
             self.destination = replace(self.destination, key=new_key(), run_id=None)
             journal = Journal(self._run_dir, self.destination)
         self.destination = journal.destination
@@ -112,18 +113,18 @@ class RunLogger(Logger):
         self.sender.start()
         return journal
 
-    def tell(self) -> None:
-        """Prints what the sender has to say, from the main thread."""
+    def print_news(self) -> None:
+        """Print the sender's warnings, from the main thread."""
         if self.sender is not None:
-            say(self.sender)
+            print_news(self.sender)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Records numbers at a step as Lightning counts it."""
+        """Record numbers at a step as Lightning counts it."""
         self.record_metrics(metrics, (step or 0) + self.shift)
 
     @rank_zero_only
     def record_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records numbers after so many optimizer steps; those that are not finite are counted."""
+        """Record numbers after `step` optimizer steps; non-finite ones are counted instead."""
         values = {clean_name(name): float(value) for name, value in metrics.items()}
         epoch = values.pop("epoch", None)  # Lightning adds it to everything
         if epoch is not None and "train/loss" in values:
@@ -136,11 +137,11 @@ class RunLogger(Logger):
             self.record("metrics", time=now(), step=step, values=finite)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `log_recipe` records the module's arguments with everything else."""
+        """Does nothing: `log_recipe` records the module's arguments with the whole recipe."""
 
     @rank_zero_only
     def log_recipe(self, recipe: dict[str, Any]) -> None:
-        """Records the recipe as an artifact, and its short values as parameters."""
+        """Record the recipe as an artifact, and its short values as parameters."""
         self.record("text", path="config.yaml", content=yaml.safe_dump(recipe, sort_keys=False))
         params = {
             clean_name(name): value
@@ -150,19 +151,19 @@ class RunLogger(Logger):
         self.record("recipe", time=self._began, params=params, resumed=self.resumed)
 
     def artifact(self, path: str, content: str | bytes) -> None:
-        """Records a file of text or bytes."""
+        """Record a file of text or bytes."""
         if isinstance(content, str):
             self.record("text", path=path, content=content)
         else:
             self.record("bytes", path=path, content=base64.b64encode(content).decode())
 
     def ends(self, status: str, tags: dict[str, str]) -> None:
-        """Sets how the run ends, where Lightning would only say "failed"."""
+        """Set how the run ends, where Lightning would only say "failed"."""
         self._end = {"status": status, "tags": tags}
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Ends the run as FINISHED, FAILED or KILLED, and waits a few seconds for the store."""
+        """End the run as FINISHED, FAILED or KILLED, and wait a few seconds for the store."""
         journal, sender = self.journal, self.sender
         if journal is None or sender is None:
             return
@@ -170,33 +171,32 @@ class RunLogger(Logger):
         end = self._end or {"status": "FAILED" if status == "failed" else "FINISHED", "tags": {}}
         journal.append({"do": "end", "time": now(), **end})
         arrived = sender.finish()
-        say(sender)
+        print_news(sender)
         if arrived:
             journal.remove()
         else:
             print(undelivered(journal, self._run_dir), file=sys.stderr, flush=True)
 
 
-def say(sender: Sender) -> None:
-    """Prints a sender's news."""
+def print_news(sender: Sender) -> None:
+    """Print a sender's warnings to standard error, each once."""
     while sender.news:
         print(sender.news.popleft(), file=sys.stderr, flush=True)
 
 
 def undelivered(journal: Journal, run_dir: Path) -> str:
-    """What has not arrived when a run ends, and what to do about it."""
-    left = ", ".join(f"{count} {kind}" for kind, count in journal.left().items())
-    said = (
-        f"tracking: not yet at {journal.destination.uri}: {left}; all of it is kept in "
-        f"{journal.folder} and arrives with dflow-train sync --run {run_dir}, or when the run is "
-        "resumed"
+    """What was not sent when a run ends, and how to send it."""
+    message = (
+        f"tracking: not sent to {journal.destination.uri} yet: {counted(journal)}; kept in "
+        f"{journal.folder}; send it with dflow-train sync --run {quote(str(run_dir))}, or resume "
+        "the run"
     )
     if journal.lost:
         names = ", ".join(f"{name} (to step {step})" for name, step in journal.lost.items())
-        said += f"\ntracking: no disk and no store had room for some records of {names}"
-    return said
+        message += f"\ntracking: disk and memory were full; some records were lost: {names}"
+    return message
 
 
 def new_key() -> str:
-    """A name that no other run has; it begins with the date, to be read in a folder."""
+    """A unique key; it begins with the date, so that journals sort by age in a folder."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"

@@ -1,4 +1,8 @@
-"""What a training costs, in numbers for the record: `speed/`, `system/` and `rollout/`."""
+"""Speed, memory and rollout statistics of a training, as metrics of its record.
+
+MLflow sorts its charts by group. `system/` is a tab of its own there, so that `train/` and `val/`,
+which hold loss and tau, come first.
+"""
 
 import os
 import resource
@@ -14,7 +18,7 @@ from dflow_lightning.training.rollout import OnlineRollout
 
 
 class Meters:
-    """Measures steps between two looks, validation and checkpoints left out."""
+    """Averages over the steps since the last `take`, without validation and checkpoints."""
 
     def __init__(self) -> None:
         self._steps = self._tokens = 0
@@ -25,37 +29,35 @@ class Meters:
         self._looked = self._since
 
     def resume(self) -> None:
-        """Starts the clock after a pause."""
+        """Restart the clock after a pause."""
         self._since = time.perf_counter()
 
     def count(self, tokens: int) -> None:
-        """Adds a batch of so many tokens on all processes."""
+        """Add a batch of `tokens` tokens on all processes together."""
         now = time.perf_counter()
         self._seconds, self._since = self._seconds + now - self._since, now
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
 
     def see_rounds(self, rounds: list[Any]) -> None:
-        """Looks at a step's rounds; only the latest are kept, and nothing is waited for."""
+        """Keep statistics of a step's rounds, as tensors: reading them would wait for the GPU."""
         for number, one in enumerate(rounds[1:], start=1):
             live_BN = one.anchors.valid_BN
-            self._rows[f"rollout/live_blocks_round{number}"] = live_BN.sum() / max(
-                1, live_BN.numel()
-            )
+            self._rows[f"train/live_blocks_round{number}"] = live_BN.sum() / max(1, live_BN.numel())
             if one.relay is not None:
                 rows = one.relay.valid_BNK.sum() / live_BN.sum().clamp(min=1)
-                self._rows[f"rollout/relay_rows_round{number}"] = rows
+                self._rows[f"train/relay_rows_round{number}"] = rows
 
     def take(self, trainer: Trainer) -> dict[str, float]:
-        """All numbers since the last call, by the names of their charts."""
+        """All metrics since the last call, by name."""
         numbers = {name: float(value) for name, value in self._rows.items()}
         if self._steps:
             numbers |= {
-                "speed/tokens_per_second": self._tokens / max(self._seconds, 1e-9),
-                "speed/step_seconds": self._seconds / self._steps,
+                "system/tokens_per_second": self._tokens / max(self._seconds, 1e-9),
+                "system/step_seconds": self._seconds / self._steps,
             }
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, OnlineRollout) and (lap := callback.watch.take()) is not None:
-                numbers["speed/rollout_seconds"] = lap
+                numbers["system/rollout_seconds"] = lap
         self._steps = self._tokens = 0
         self._seconds = 0.0
         self._rows.clear()
@@ -74,7 +76,7 @@ class Meters:
             free, total = torch.cuda.mem_get_info(device)
             numbers["system/gpu_memory_used_gb"] = (total - free) / 1e9
             numbers["system/gpu_memory_peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
-            with suppress(Exception):  # it needs a package that is not always there
+            with suppress(Exception):  # needs pynvml, which may be missing
                 numbers["system/gpu_busy_percent"] = float(torch.cuda.utilization(device))
         return numbers
 
@@ -86,7 +88,7 @@ def cpu_seconds() -> float:
 
 
 def resident_bytes() -> int:
-    """Memory of this process; where the system does not tell, the most it ever had."""
+    """Resident memory of this process; its peak on systems without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -95,7 +97,7 @@ def resident_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """Memory of the machine that programs can still have."""
+    """Memory of the machine that is available to programs."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

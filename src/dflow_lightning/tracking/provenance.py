@@ -1,6 +1,7 @@
-"""What made a run: command, versions, code, machine, and fingerprints of what it reads."""
+"""Provenance of a run: command, versions, code, machine, and fingerprints of its inputs."""
 
 import getpass
+import json
 import os
 import platform
 import shlex
@@ -64,7 +65,7 @@ def hardware(world_size: int) -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's name where Linux tells it, else its kind."""
+    """The processor's name on Linux, elsewhere its architecture."""
     with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as file:
         for line in file:
             if line.startswith("model name"):
@@ -73,7 +74,7 @@ def processor() -> str:
 
 
 def git(*args: str) -> str | None:
-    """What git says about the working directory; None outside a repository."""
+    """Output of a git command in the working directory; None outside a repository."""
     with suppress(OSError, subprocess.SubprocessError, UnicodeError):
         done = subprocess.run(
             ["git", *args], capture_output=True, text=True, check=True, timeout=GIT_WITHIN
@@ -95,7 +96,7 @@ def git_state() -> dict[str, str]:
 
 
 def git_diff() -> str | None:
-    """What differs from the commit, if it is not too much to keep."""
+    """The difference to the commit; None if there is none, or more than `DIFF_LIMIT`."""
     diff = git("diff", "HEAD")
     return diff + "\n" if diff and len(diff) < DIFF_LIMIT else None
 
@@ -103,7 +104,7 @@ def git_diff() -> str | None:
 def fingerprints(module: Any, data: Any) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Tags with the fingerprints of target and data sets, and the data sets for MLflow.
 
-    A prepared folder is known by its manifest, which holds the checksums of its files.
+    Of a prepared folder the manifest is hashed: it holds the checksums of the other files.
     """
     target, sets = module.target, list[dict[str, str]]()
     tags = {"target.name": target.name, "target.fingerprint": target.fingerprint}
@@ -114,7 +115,7 @@ def fingerprints(module: Any, data: Any) -> tuple[dict[str, str], list[dict[str,
             if not file.is_file():
                 continue
             digests.append(file_sha256(file))
-            profile = f'{{"bytes": {size_of(path)}}}'
+            profile = json.dumps({"bytes": size_of(path)})
             sets.append(
                 {
                     "name": path.name,

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dflow_lightning.terminal import labelled
+from dflow_lightning.tracking.address import sqlite_file
 from dflow_lightning.tracking.callback import KEY, RUN_ID
 from dflow_lightning.tracking.journal import FOLDER, Destination, read_state
 from dflow_lightning.tracking.logger import store_address
-from dflow_lightning.tracking.sender import prepare_client, reason
-from dflow_lightning.tracking.store import KEY_TAG, TAG_LIMIT, RunStore, calmly
+from dflow_lightning.tracking.sender import reason
+from dflow_lightning.tracking.store import KEY_TAG, TAG_LIMIT, RunStore, import_mlflow
 from dflow_lightning.training.saved import Checkpoint
 from dflow_lightning.training.validation import DECODED_KEY
 
@@ -28,15 +29,15 @@ def register_export(
     destination = destination_of(checkpoint)
     if destination is None:
         return
-    prepare_client()
-    calmly()
+    import_mlflow(destination.uri)
     name = name or model_name(destination.experiment, out)
     try:
         version = register(destination, checkpoint, out, name)
     except Exception as error:  # whatever a store, a disk or a network raises
+        uri = destination.uri
         said = (
-            f"not registered at {destination.uri} ({reason(error)}); the export is whole, and the "
-            "same command registers it later"
+            f"not registered at {uri} ({reason(error, uri)}); the export is complete, and the same "
+            "command registers it later"
         )
     else:
         said = f"registered as {name}, version {version}, at {destination.uri}"
@@ -54,7 +55,7 @@ def destination_of(checkpoint: Checkpoint) -> Destination | None:
         return state[0]
     tracking = (content.get("recipe") or {}).get("tracking") or {}
     uri = store_address(run_dir, tracking.get("uri"))
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
+    if (store := sqlite_file(uri)) is not None and not store.is_file():
         return None
     return Destination(key or "", uri, tracking.get("experiment") or "dflow", "", run_id)
 

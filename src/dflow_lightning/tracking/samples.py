@@ -1,4 +1,4 @@
-"""Answers of a validation as a page: what was accepted in each round, readable without colour."""
+"""Answers of a validation as an HTML page: accepted drafts of each round, readable in grey."""
 
 from collections.abc import Sequence
 from html import escape
@@ -8,7 +8,7 @@ from dflow_lightning.html import page
 from dflow_lightning.training.validation import Decoded, Measured
 
 SHOWN = 6  # prompts
-PROMPT_TOKENS = 120  # of a long prompt its end is shown
+PROMPT_TOKENS = 120  # of a longer prompt only the end is shown
 
 STYLE = """
 body { font: 15px/1.7 system-ui, sans-serif; margin: 1.5em auto; max-width: 60em; padding: 0 1em;
@@ -35,7 +35,7 @@ def sample_page(tokenizer: Any, measured: Measured) -> str:
         parts.append(f"<h2>{escape(prompt.family)} &middot; {escape(prompt.id)}</h2>")
         parts.append(f'<div class="text prompt">{escape(text)}</div>')
         for suffix, rows in measured.passes.items():
-            row = next((one for one in rows if one.number == number), None)
+            row = next((row for row in rows if row.number == number), None)
             if row is not None:
                 parts.append(answer(tokenizer, row, title(measured, suffix)))
     return page(f"Answers at step {measured.step}", parts, STYLE)
@@ -52,14 +52,14 @@ def chosen(measured: Measured) -> list[int]:
 
 
 def title(measured: Measured, suffix: str) -> str:
-    """What a pass is called."""
+    """Heading of a pass."""
     if len(measured.passes) == 1:
         return "Answer"
     return "Relay off" if suffix else "Relay on"
 
 
 def legend(measured: Measured) -> str:
-    """The head of the page."""
+    """Head of the page: tau of each pass, and how to read the answers."""
     taus = [
         f"{title(measured, suffix).lower()} {measured.metrics[name]:.2f}"
         for suffix in measured.passes

@@ -1,43 +1,40 @@
-"""The one thread that talks to a tracking store.
+"""From the journal to the store: in a thread beside a training, or later by `sync` and `ui`.
 
-MLflow's own asynchronous logging keeps metrics, parameters and tags in memory, drops what failed,
-and waits for the store without limit when the process ends; runs, artifacts and statuses are sent
-at once. So its client is used here in the plain way, behind a journal.
+MLflow's own asynchronous logging keeps metrics, parameters and tags in memory, drops them after a
+failure, and waits for the store without limit when the process ends; runs, artifacts and statuses
+are synchronous anyway. So its synchronous client is used here, behind a journal.
 """
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from pathlib import Path
+from shlex import quote
 
-from dflow_lightning.tracking.journal import Entry, Journal
+from dflow_lightning.errors import InputError
+from dflow_lightning.tracking.journal import Entry, Journal, journals, read_state
 from dflow_lightning.tracking.store import RunStore, refused
 
 COLLECT = 2.0  # seconds in which records come together before they are sent
 LONGEST_PAUSE = 60.0  # seconds between two tries of a store that is away
 EXIT_WITHIN = 10.0  # seconds that the end of a run waits for the store
-EXIT_WITHIN_FAILING = 3.0  # the same for a store that did not answer before
-EXIT_WITHIN_LOCAL = 30.0  # the same for a file, which takes seconds to make
-POINTS_AT_ONCE = 30  # records of metrics in one call
-CLIENT_DEFAULTS = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds; a call must not hang for minutes
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # tries again are made here
-    "MLFLOW_LOGGING_LEVEL": "ERROR",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # the terminal is not this thread's
-}
+EXIT_WITHIN_FAILING = 3.0  # seconds, if the store failed the last time
+EXIT_WITHIN_LOCAL = 30.0  # seconds, for a local file: making its tables takes some
+POINTS_AT_ONCE = 30  # metric records in one call
 
 
 class Sender:
-    """Moves a journal's records into the store, in a thread of its own.
+    """Sends a journal's records to the store, in a thread of its own.
 
     Args:
-        then: called once, with the run's key, when the store has taken the first records.
+        then: called once, with the run's key, after the first records were sent.
 
     Attributes:
-        news: sentences that a user should read, for the main thread to print.
-        failing: whether the store did not answer the last time.
+        news: warnings for the user. The main thread prints them: this one does not know whether a
+            progress bar is on the terminal.
+        failing: whether the last attempt failed.
     """
 
     def __init__(self, journal: Journal, then: Callable[[str], None] | None = None) -> None:
@@ -45,9 +42,9 @@ class Sender:
         self.store = RunStore(journal.destination)
         self.news: deque[str] = deque()
         self.failures = 0
-        self.trouble = ""  # what the store said, or did not, when it last failed
+        self.trouble = ""  # why the last attempt failed
         self.refusals = 0
-        self._told = False  # a store that comes and goes is spoken of once
+        self._warned = False  # one warning for a store that comes and goes
         self._wake = threading.Event()
         self._settled = threading.Event()
         self._ending = False
@@ -58,16 +55,15 @@ class Sender:
         return self.failures > 0
 
     def start(self) -> None:
-        """Starts the thread; it ends with `finish` or with the process."""
-        prepare_client()
+        """Start the thread; it ends with `finish` or with the process."""
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
         self._thread.start()
 
     def finish(self, within: float | None = None) -> bool:
-        """Sends what is left and stops; gives up after `within` seconds.
+        """Send what is left and stop; give up after `within` seconds.
 
         Returns:
-            Whether all has arrived.
+            Whether everything was sent.
         """
         if within is None:
             local = self.journal.destination.uri.startswith("sqlite:")
@@ -93,7 +89,7 @@ class Sender:
                 self._then = None
 
     def send_all(self) -> bool:
-        """Sends until nothing is left or the store fails; whether all has arrived."""
+        """Send until nothing is left or the store fails; whether everything was sent."""
         try:
             while entries := self.journal.entries():
                 for group in together(entries):
@@ -122,45 +118,100 @@ class Sender:
 
     def _refused(self, entry: Entry, error: Exception) -> None:
         self.refusals += 1
-        self.journal.refuse(entry.record, reason(error))
+        uri = self.store.destination.uri
+        why = reason(error, uri)
+        self.journal.refuse(entry.record, why)
         if self.refusals == 1:
             self.news.append(
-                f"tracking: {self.store.destination.uri} refused a record ({reason(error)}); it is "
+                f"tracking: {uri} refused a record ({why}); it is "
                 f"kept in {self.journal.folder / 'refused.jsonl'}"
             )
 
     def _failed(self, error: Exception) -> None:
         self.failures += 1
-        self.trouble = reason(error)
-        if not self._told:
-            self._told = True
+        uri = self.store.destination.uri
+        self.trouble = reason(error, uri)
+        if not self._warned:
+            self._warned = True
             self.news.append(
-                f"tracking: {self.store.destination.uri} does not answer ({self.trouble}); "
-                "training goes on, and the record waits in "
-                f"{self.journal.folder} until it does"
+                f"tracking: cannot record to {uri} ({self.trouble}); training goes on, and the "
+                f"record waits in {self.journal.folder} until it can be sent"
             )
 
 
-def prepare_client() -> None:
-    """Sets what MLflow's client reads from the environment; what a user has set stays."""
-    for name, value in CLIENT_DEFAULTS.items():
-        os.environ.setdefault(name, value)
-
-
 def together(entries: list[Entry]) -> Iterator[list[Entry]]:
-    """Entries in order, with neighbouring records of metrics in groups."""
+    """Entries in order, neighbouring metric records grouped into one call."""
     for metrics, run in groupby(entries, key=lambda entry: entry.record["do"] == "metrics"):
         rows, size = list(run), POINTS_AT_ONCE if metrics else 1
         for start in range(0, len(rows), size):
             yield rows[start : start + size]
 
 
-def reason(error: Exception) -> str:
-    """An exception in a few words."""
+def reason(error: Exception, uri: str) -> str:
+    """An exception of the store at `uri` in a few words; for an old database, the whole command.
+
+    MLflow's own sentence about an old database is long, and leaves the address to the reader.
+    """
     text = " ".join(str(error).split())
+    if "mlflow db upgrade" in text:
+        return f"made by another MLflow; back it up, then run: mlflow db upgrade {quote(uri)}"
     return f"{type(error).__name__}: {text[:150]}{'...' if len(text) > 150 else ''}"
 
 
 def now() -> int:
-    """The time as MLflow has it, in milliseconds."""
+    """Milliseconds since the epoch, MLflow's unit of time."""
     return time.time_ns() // 1_000_000
+
+
+def open_journal(path: Path) -> Journal:
+    """The journal in a file.
+
+    Raises:
+        InputError: its `.json` file, which names the store, cannot be read.
+    """
+    state = read_state(path)
+    if state is None:
+        raise InputError(
+            f"run: {path.with_suffix('.json')} is missing or damaged, so the store is unknown"
+        )
+    return Journal(path.parent.parent, state[0])
+
+
+def counted(journal: Journal) -> str:
+    """How much is left to send, in words."""
+    return ", ".join(f"{count} {kind}" for kind, count in journal.left().items()) or "nothing"
+
+
+def show(path: Path) -> tuple[str, bool]:
+    """What is left to send of a journal, in words; False, as nothing was sent."""
+    journal = open_journal(path)
+    where = f"{journal.destination.run_name} -> {journal.destination.uri}"
+    said = f"{where}: {counted(journal)}" if journal.mine else f"{where}: the run is in progress"
+    journal.close()
+    return said, False
+
+
+def deliver(path: Path) -> tuple[str, bool]:
+    """Send a journal; returns the outcome in words and whether everything was sent."""
+    journal = open_journal(path)
+    where = f"{journal.destination.run_name} -> {journal.destination.uri}"
+    if not journal.mine:
+        journal.close()
+        return f"{where}: the run is in progress and sends its record itself", True
+    journal.close_dead_run()
+    sender, amount = Sender(journal), counted(journal)
+    if sender.send_all():
+        journal.remove()
+        return f"{where}: sent {amount}", True
+    journal.close()
+    return f"{where}: {amount} not sent ({sender.trouble})", False
+
+
+def deliver_others(run_dir: Path, key: str) -> None:
+    """Send what earlier runs in a folder left, without messages: it stays there if that fails."""
+    for path in journals(run_dir):
+        if path.stem != key:
+            try:
+                deliver(path)
+            except (InputError, OSError):
+                continue

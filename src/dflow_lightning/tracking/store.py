@@ -1,7 +1,8 @@
-"""A run in an MLflow store, brought up to date record by record.
+"""A run in an MLflow store, updated from the records of a journal.
 
-Records are the JSON objects of a journal. Sending one twice changes nothing: metric points are kept
-by name, step, time and value, and a run is found again by the tag `dflow.key`.
+Sending a record twice changes nothing, so a sender that does not know whether a call succeeded
+repeats it: MLflow keeps metric points by name, step, time and value, and a run is found again by
+the tag `dflow.key`.
 
     {"do": "open", "time": ms, "step": n}      the run begins, or goes on at step n
     {"do": "recipe", "time": ms, "params": {name: value}}
@@ -14,15 +15,19 @@ by name, step, time and value, and a run is found again by the tag `dflow.key`.
 
 import base64
 import hashlib
+import json
 import logging
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from dflow_lightning.tracking.address import remove_stray_folder, sqlite_file, sqlite_uri
 from dflow_lightning.tracking.journal import Destination, Record
 
 METRICS_PER_CALL = 1000  # MLflow refuses more in one call
@@ -30,28 +35,78 @@ PARAMS_PER_CALL = 100
 TAG_LIMIT = 5000  # characters; older servers refuse more
 KEY_TAG = "dflow.key"
 NOTE_TAG = "mlflow.note.content"  # what the dashboard shows as description
-# Or the dashboard takes an experiment without scikit-learn or the like for one about agents.
+# MLflow 3 guesses the kind of an experiment, and takes one without scikit-learn or the like for
+# GenAI; its runs then open as "evaluation runs", without charts.
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 NAME_LIMIT = 250
-# What a store says that another try will not change.
+# Defaults of variables that MLflow's client reads; what the user has set stays.
+TIME_LIMITS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds; a call must not hang for minutes
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the sender tries again itself
+}
+QUIET = {
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # the terminal is not this thread's
+}
+# Error codes that a retry does not cure.
 REFUSALS = ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES_NOT_EXIST")
 
 
 def refused(error: Exception) -> bool:
-    """Whether the store took a look and said no, as opposed to being away, full or broken."""
+    """Whether the store rejected the record itself, as opposed to being away, full or broken."""
     return getattr(error, "error_code", None) in REFUSALS
 
 
-def calmly() -> None:
-    """Import MLflow without its messages."""
+def import_mlflow(uri: str) -> None:
+    """Import what a client of the store at `uri` needs, without MLflow's messages.
+
+    Call it in the main thread before workers are forked: one that is forked while another thread
+    imports inherits a held import lock and hangs.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     import mlflow  # noqa: F401 - sets its log level to INFO, once
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel("ERROR")
+    import_module("mlflow.tracking")
+    if uri.startswith("sqlite:"):
+        import_module("mlflow.store.tracking.sqlalchemy_store")
+
+
+def open_client(uri: str) -> Any:
+    """MLflow's client of the store at `uri`; a local file is made where there is none."""
+    import_mlflow(uri)
+    from mlflow import MlflowClient
+
+    make_database(uri)
+    client = MlflowClient(uri, uri)
+    remove_stray_folder(uri)
+    return client
+
+
+def training_experiment(client: Any, name: str, artifacts: str | None) -> str:
+    """The id of the experiment of this name, made where there is none.
+
+    A user may have deleted it, and MLflow keeps the name of a deleted one taken: then it is the
+    first numbered one that exists or is free. One that was made elsewhere without a kind is
+    marked as model training, or the dashboard opens its runs in the view for GenAI evaluations.
+    """
+    for number in count(1):
+        numbered = name + (f"-{number}" if number > 1 else "")
+        experiment = client.get_experiment_by_name(numbered)
+        if experiment is None:
+            return str(client.create_experiment(numbered, artifacts, EXPERIMENT_TAGS))
+        if experiment.lifecycle_stage != "deleted":
+            for tag, value in EXPERIMENT_TAGS.items():
+                if tag not in experiment.tags:
+                    client.set_experiment_tag(experiment.experiment_id, tag, value)
+            return str(experiment.experiment_id)
+    raise AssertionError("the numbers do not end")
 
 
 def clean_name(name: str) -> str:
-    """A name that MLflow takes; one that had to be changed ends in a hash, so that none collide."""
+    """A name that MLflow accepts; a changed one ends in a hash of the old, so none collide."""
     parts = [re.sub(r"[^\w .:-]", "_", part).strip() for part in name.split("/")]
     parts = [part if part.strip(".") else "_" for part in parts]
     clean = "/".join(parts)
@@ -63,23 +118,22 @@ def clean_name(name: str) -> str:
 class RunStore:
     """Sends a run's records to its MLflow store.
 
-    Nothing is imported or asked for before the first record. Every method raises what MLflow
+    Nothing is imported and no call is made before the first record. Methods raise what MLflow
     raises.
     """
 
     def __init__(self, destination: Destination) -> None:
         self.destination = destination
         self._opened = False
+        for name, value in TIME_LIMITS.items():
+            os.environ.setdefault(name, value)
 
     @cached_property
     def client(self) -> Any:
-        from mlflow import MlflowClient
-
-        make_database(self.destination.uri)
-        return MlflowClient(self.destination.uri, self.destination.uri)
+        return open_client(self.destination.uri)
 
     def send(self, records: Sequence[Record]) -> None:
-        """Sends one record, or several of metrics, in one call each."""
+        """Send one record, or several metric records in one call."""
         run_id = self.run_id(records[0].get("time"))
         if records[0]["do"] == "metrics":
             from mlflow.entities import Metric
@@ -113,7 +167,7 @@ class RunStore:
     # ---------------------------------------------------------------- the run
 
     def run_id(self, time: int | None = None) -> str:
-        """The run's id in the store; the run is looked for by its key, and made where none is."""
+        """The run's id in the store; found by its key, or a new run."""
         if not self._opened:
             self.destination.run_id = self._find() or self._create(time)
             self._opened = True
@@ -121,7 +175,7 @@ class RunStore:
         return self.destination.run_id
 
     def existing_run(self) -> str:
-        """The run's id, for those who must not make one.
+        """The run's id, without making a run.
 
         Raises:
             LookupError: the store has no such run.
@@ -154,21 +208,11 @@ class RunStore:
 
     @cached_property
     def _experiment_id(self) -> str:
-        """Of the experiment of this name, or of a numbered one where a user deleted that."""
-        number = 1
-        while True:
-            name = self.destination.experiment + (f"-{number}" if number > 1 else "")
-            experiment = self.client.get_experiment_by_name(name)
-            if experiment is None:
-                return str(
-                    self.client.create_experiment(name, self.destination.artifacts, EXPERIMENT_TAGS)
-                )
-            if experiment.lifecycle_stage != "deleted":
-                return str(experiment.experiment_id)
-            number += 1
+        destination = self.destination
+        return training_experiment(self.client, destination.experiment, destination.artifacts)
 
     def _open(self, run_id: str, record: Record) -> None:
-        """A run that had ended is running again; what had ended it is kept under its resume."""
+        """A resumed run is running again; why it had ended is kept in the tags of its resume."""
         run = self.client.get_run(run_id)
         if run.info.status != "RUNNING":
             self.client.update_run(run_id, status="RUNNING")
@@ -184,7 +228,7 @@ class RunStore:
             self.client.delete_tag(run_id, name)
 
     def _recipe(self, run_id: str, record: Record) -> None:
-        """Parameters of a run never change in MLflow: what a resume changed becomes tags."""
+        """MLflow never changes a parameter: values that a resume changed become tags."""
         from mlflow.entities import Param
 
         params, run = record["params"], self.client.get_run(run_id)
@@ -210,7 +254,7 @@ class RunStore:
 
         inputs = []
         for one in record["sets"]:
-            source = f'{{"uri": "{one["source"]}"}}'
+            source = json.dumps({"uri": one["source"]})
             dataset = Dataset(one["name"], one["digest"], "local", source, profile=one["profile"])
             inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", one["context"])]))
         self.client.log_inputs(run_id, inputs)
@@ -224,20 +268,20 @@ class RunStore:
             self.client.log_artifact(run_id, str(file), inside)
 
     def _end(self, run_id: str, record: Record) -> None:
-        told = next(iter(record["tags"].values()), None)
-        note = {NOTE_TAG: f"**{record['status']}** {told}"} if told else {}
+        why = next(iter(record["tags"].values()), None)
+        note = {NOTE_TAG: f"**{record['status']}** {why}"} if why else {}
         self._tags(run_id, record["tags"] | note)
         self.client.set_terminated(run_id, record["status"], record["time"])
 
 
 def make_database(uri: str) -> None:
-    """Make the file of a new local store as a whole.
+    """Make the file of a new local store under another name, and then rename it.
 
-    MLflow makes its tables in some seconds, step by step, and a process that is killed in between
-    would leave a file that no version of it reads.
+    MLflow makes the tables step by step, which takes seconds. A process that is killed in between
+    would leave a file that no version of MLflow opens.
     """
-    path = Path(uri.removeprefix("sqlite:///")).absolute()
-    if not uri.startswith("sqlite:///") or path.exists():
+    path = sqlite_file(uri)
+    if path is None or path.exists():
         return
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
@@ -247,7 +291,7 @@ def make_database(uri: str) -> None:
             left.unlink(missing_ok=True)
     staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        store = SqlAlchemyStore(f"sqlite:///{staged}", (path.parent / "artifacts").as_uri())
+        store = SqlAlchemyStore(sqlite_uri(staged), (path.parent / "artifacts").as_uri())
         store.engine.dispose()
         try:
             os.link(staged, path)
@@ -256,10 +300,11 @@ def make_database(uri: str) -> None:
                 staged.rename(path)
     finally:
         staged.unlink(missing_ok=True)
+        remove_stray_folder(sqlite_uri(staged))
 
 
 def resume_number(tags: Mapping[str, str], time: int) -> int:
-    """Which resume began at `time`, counted from 1: one that the tags know, or the next."""
+    """Number of the resume that began at `time`, from 1: one that the tags list, or the next."""
     known = {
         int(m[1]): at for name, at in tags.items() if (m := re.fullmatch(r"resume_(\d+)", name))
     }
