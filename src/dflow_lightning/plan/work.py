@@ -3,6 +3,11 @@
 A matrix of n weights costs 2n a row forward, and twice that backward where it is trained. Attention
 costs 4 E a query, key and head forward and two and a half times that backward (flash attention
 computes its scores again). Rows are `max_length` long, and a block sees half of its row.
+
+Counted by hand, although torch has a counter: `FlopCounterMode` over a step on the meta device
+takes 16 s for a Qwen3-8B recipe, where `plan` takes one, needs `torch.autocast` replaced (it knows
+no meta device), and gives 19 % more, since there the blocks' attention is dense and counts the keys
+that flex attention skips. A test compares this module with the counter on a small CPU step.
 """
 
 from dataclasses import dataclass

@@ -79,11 +79,11 @@ def elsewhere(run: Path) -> str:
     recipe = yaml.safe_load((run / RECIPE_FILE).read_text(encoding="utf-8"))
     tracking = recipe.get("tracking") or {}
     if not tracking.get("enabled", True):
-        return "the run was not recorded: tracking.enabled was false"
+        return "the run was not recorded, since tracking.enabled was false"
     waiting = [state[0].uri for path in journals(run) if (state := read_state(path))]
     uri = next(iter(waiting), tracking.get("uri") or os.environ.get(URI_VARIABLE))
     if uri is None:
-        return f"its record is on the server that {URI_VARIABLE} named; open that in a browser"
+        return f"its record went to the server that {URI_VARIABLE} named; open that in a browser"
     file = sqlite_file(uri)
     if file is not None and file.name == STORE_FILE:
         return f"its record is in {file}; give --run {file.parent}"
