@@ -11,9 +11,17 @@ from dflow_lightning.__main__ import main
 from dflow_lightning.bench.command import bench_command
 from dflow_lightning.decode.command import decode_command
 from dflow_lightning.errors import InputError
+from dflow_lightning.export import command as export_module
+from dflow_lightning.export.command import export_command
+from dflow_lightning.export.validate import validate_export_command
 from dflow_lightning.models.device import choose_device, choose_dtype
+from dflow_lightning.models.dims import DrafterConfig
 from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.serving.check import serve_check_command
 from dflow_lightning.sweep.command import SweepSettings
+from dflow_lightning.training.base import TargetConfig
+from dflow_lightning.training.module import DrafterModule
+from dflow_lightning.training.saved import Checkpoint, load_trained
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -99,7 +107,11 @@ def decode_of(folder: str, **options: Any) -> None:
     decode_command(target=folder, drafter=Path(folder), prompt="hello", **options)
 
 
-@pytest.mark.parametrize("command", [bench_of, decode_of])
+def validate_export_of(folder: str, **options: Any) -> None:
+    validate_export_command(target=folder, drafter=Path(__file__).parent, suite=__file__, **options)
+
+
+@pytest.mark.parametrize("command", [bench_of, decode_of, validate_export_of])
 @pytest.mark.parametrize(
     ("options", "count", "device", "dtype"),
     [
@@ -123,7 +135,66 @@ def test_commands_load_where_they_are_asked_to(
     assert caught.value.args == (device, dtype)
 
 
-@pytest.mark.parametrize("command", ["bench", "decode"])
+@pytest.mark.parametrize(
+    ("options", "count", "device"),
+    [({}, 1, GPU), ({}, 0, CPU), ({"device": "cuda:1"}, 2, torch.device("cuda:1"))],
+)
+def test_serve_check_decodes_where_it_is_asked_to(options, count, device, gpus, monkeypatch):
+    """In float32 wherever it is: that is what judges answers."""
+
+    def load(path: str, *, device: Any, dtype: str) -> None:
+        raise LoadedError(torch.device(device), dtype)
+
+    gpus(count)
+    monkeypatch.setattr(FrozenTarget, "load", load)
+    here = Path(__file__)
+    with pytest.raises(LoadedError) as caught:
+        serve_check_command(drafter=here.parent, target="t", python=here, suite=__file__, **options)
+    assert caught.value.args == (device, "float32")
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "device"),
+    [({}, 1, GPU), ({}, 0, CPU), ({"device": "cuda:1"}, 2, torch.device("cuda:1"))],
+)
+def test_export_rebuilds_where_it_is_asked_to(options, count, device, gpus, monkeypatch, tmp_path):
+    def load(saved: Checkpoint, *, target: str | None, device: torch.device) -> None:
+        raise LoadedError(device)
+
+    gpus(count)
+    torch.save({"state_dict": {}}, tmp_path / "some.ckpt")
+    monkeypatch.setattr(export_module, "load_trained", load)
+    with pytest.raises(LoadedError) as caught:
+        export_command(checkpoint=tmp_path / "some.ckpt", out=tmp_path / "out", **options)
+    assert caught.value.args == (device,)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, "float32"), (GPU, "bfloat16")])
+def test_a_trained_module_and_its_target_go_to_the_device(
+    device, dtype, tiny_target_dir, tmp_path, monkeypatch
+):
+    config = TargetConfig(path=str(tiny_target_dir))
+    drafter = DrafterConfig(num_layers=1, block_size=4, target_layer_ids=[0])
+    module = DrafterModule(target=config, drafter=drafter)
+    content = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(content)
+    moved = []
+
+    def to(part: torch.nn.Module, where: Any) -> torch.nn.Module:
+        moved.append((part, where))
+        return part
+
+    monkeypatch.setattr(torch.nn.Module, "to", to)
+    load_trained(Checkpoint(tmp_path / "some.ckpt", content), device=device)
+    loaded, target, whole = moved  # as it is loaded, where it is to be, and the module
+    assert loaded[1] == "cpu"
+    assert target == (loaded[0], device)
+    assert whole[0] is not target[0]
+    assert whole[1] == device
+    assert target[0].dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("command", ["bench", "decode", "validate-export"])
 @pytest.mark.parametrize(
     ("options", "expected"),
     [(["--device", "cuda"], "device is cuda, but"), (["--dtype", "int8"], "dtype")],
@@ -131,8 +202,11 @@ def test_commands_load_where_they_are_asked_to(
 def test_one_sentence_and_status_2(command, options, expected, gpus, monkeypatch, capsys):
     gpus(0)
     monkeypatch.setattr(FrozenTarget, "load", lambda *_, **__: pytest.fail("loaded"))
-    asked = ["--suite", __file__] if command == "bench" else ["--prompt", "hello"]
-    assert main([command, "--target", "t", "--drafter", "d", *asked, *options]) == 2
+    asked = ["--prompt", "hello"] if command == "decode" else ["--suite", __file__]
+    assert (
+        main([command, "--target", "t", "--drafter", str(Path(__file__).parent), *asked, *options])
+        == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert expected in line

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dflow_lightning.__main__ import main
-from dflow_lightning.serving.check import Counts, own_counts
+from dflow_lightning.errors import InputError
+from dflow_lightning.serving.check import Counts, ServeCheck, own_counts
 from dflow_lightning.serving.server import ServerSettings, last_error
 from dflow_lightning.serving.vllm.versions import SUPPORTED
 
@@ -81,3 +83,25 @@ def test_rounds_are_counted_to_the_end_of_an_answer() -> None:
 )  # fmt: skip
 def test_the_sentence_of_a_log(log: str, wanted: str) -> None:
     assert last_error(log) == wanted
+
+
+def test_our_models_leave_the_gpu_while_a_server_runs() -> None:
+    """And come back to where they were, whatever the server ended with."""
+    moves: list[tuple[str, object]] = []
+
+    def part(name: str) -> SimpleNamespace:
+        return SimpleNamespace(device=torch.device("cpu"), to=lambda d: moves.append((name, d)))
+
+    check = object.__new__(ServeCheck)
+    check.decoder = SimpleNamespace(  # type: ignore[assignment]
+        target=part("target"), drafter=part("drafter"), relay=None
+    )
+
+    def serve() -> None:
+        with check._on_the_host():
+            assert moves == [("target", "cpu"), ("drafter", "cpu")]
+            raise InputError("the server ended")
+
+    with pytest.raises(InputError, match="the server ended"):
+        serve()
+    assert moves[2:] == [("target", torch.device("cpu")), ("drafter", torch.device("cpu"))]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.errors import InputError
 from dflow_lightning.export.write import check_replaceable, export_drafter
+from dflow_lightning.models.device import choose_device
 from dflow_lightning.models.eagle3 import Eagle3Drafter
 from dflow_lightning.terminal import labelled
 from dflow_lightning.tracking.registry import register_export
@@ -21,6 +22,7 @@ def export_command(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     compile: bool = False,
     target: str | None = None,
+    device: str = "auto",
     register: bool = True,
     register_as: str | None = None,
     json: Path | None = None,
@@ -33,9 +35,11 @@ def export_command(
         format: `dflash` is the layout of published DFlash drafters; `speculators` that of the
             library of this name, which vLLM reads too, but not `dflow-train decode` and SGLang.
         dtype: how the weights are stored.
-        compile: add `decode/draft.pt2`, the draft step with relay compiled for this kind of device
+        compile: add `decode/draft.pt2`, the draft step with relay compiled for the device
             (`dflow-train decode --backend package`); about a minute.
         target: where the target is now, if not where it was trained with.
+        device: `cpu`, `cuda`, or one GPU such as `cuda:1`: where the export is checked, and what
+            the package of `--compile` is made for; auto is the GPU where there is one.
         register: add it to the tracking store of its run, as a version of a model.
         register_as: the model's name there; by default the experiment's and the target's.
         json: also write what was exported to this file as JSON; without a file name print it on
@@ -43,6 +47,7 @@ def export_command(
     """
     check_replaceable(out)
     result_json = JsonOutput(json)
+    chosen = choose_device(device)
     saved = open_checkpoint(checkpoint)
     write: Any = partial(export_drafter, compile=compile)
     if format == "speculators":
@@ -51,7 +56,7 @@ def export_command(
         from dflow_lightning.export.speculators import export_speculators
 
         write = export_speculators
-    module = load_trained(saved, target=target)
+    module = load_trained(saved, target=target, device=chosen)
     if isinstance(module.drafter, Eagle3Drafter) and (compile or format != "dflash"):
         option = "compile" if compile else f"format {format}"
         raise InputError(

@@ -29,6 +29,7 @@ from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.errors import InputError
 from dflow_lightning.export import validate_decoding, validate_folder
 from dflow_lightning.export.validate_folder import Subject, interleaved
+from dflow_lightning.models.device import Dtype, choose_device
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.terminal import labelled
 from dflow_lightning.training.saved import open_checkpoint
@@ -55,6 +56,8 @@ def validate_export_command(
     suite: str = "tiny",
     max_new_tokens: int = 64,
     json: Path | None = None,
+    device: str = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Prove an exported drafter before it is served; one line a check, status 1 if one fails.
 
@@ -67,10 +70,14 @@ def validate_export_command(
         max_new_tokens: upper limit of their answers.
         json: also write the checks to this file as JSON; without a file name print them on
             standard output and everything else on standard error.
+        device: `cpu`, `cuda`, or one GPU such as `cuda:1`; auto is the GPU where there is one.
+        dtype: of the target's weights; auto is bfloat16 on a GPU and float32 on a CPU. Whether
+            answers equal plain decoding is decided in float32 alone.
     """
     for name, value in {"num_prompts": num_prompts, "max_new_tokens": max_new_tokens}.items():
         if value < 1:
             raise InputError(f"{name} is {value}; give 1 or more")
+    chosen = choose_device(device)
     if not drafter.is_dir():
         raise InputError(f"drafter: {drafter} is no folder; give one that dflow-train export wrote")
     result_json = JsonOutput(json)
@@ -79,7 +86,7 @@ def validate_export_command(
         saved.require_identity()
     content = None if saved is None else saved.content
     path = suite_path(suite, target)
-    frozen = FrozenTarget.load(target)
+    frozen = FrozenTarget.load(target, device=chosen, dtype=dtype)
     limit = frozen.config.max_position_embeddings - 1
     prompts = read_prompts(frozen.tokenizer, path, max_length=limit, field="suite")
     subject = Subject(

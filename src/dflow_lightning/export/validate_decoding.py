@@ -117,7 +117,7 @@ def _judge(
     if wrong and subject.target.dtype not in (torch.float32, torch.float64):
         raise SkippedError(
             f"{len(wrong)} of {answers} answers leave {reference}, as ties do in "
-            f"{str(subject.target.dtype).removeprefix('torch.')}; use a target in float32"
+            f"{str(subject.target.dtype).removeprefix('torch.')}; decide it with --dtype float32"
         )
     if wrong:
         how, one = wrong[0]

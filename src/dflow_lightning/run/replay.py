@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dflow_lightning.data.token_rows import Batch
 from dflow_lightning.errors import InputError
+from dflow_lightning.models.device import choose_device
 from dflow_lightning.tensors.loss import LossConfig
 from dflow_lightning.training.base import TrainingModule
 from dflow_lightning.training.module import DrafterModule
@@ -26,24 +27,26 @@ def replay_command(*, file: Path, target: str | None = None, device: str = "cpu"
     Args:
         file: `nonfinite/step<N>-rank<R>.pt` of a run; the weights lie beside it.
         target: where the target is now, if it has moved.
-        device: `cpu` or `cuda`.
+        device: `cpu`, `cuda`, or one GPU such as `cuda:1`; auto is the GPU where there is one.
     """
-    content, module, recipe = load(file, target)
-    module.to(device).train()
-    module.target.to(torch.device(device))
+    chosen = choose_device(device)
+    content, module, recipe = load(file, target, chosen)
+    module.train()
     print(f"step {content['step']} of rank {content['rank']} of {content['world_size']}")
     print(f"not finite then: {listed_tensors(content['tensors'])}")
     mixed = "bf16" in str(recipe["trainer"]["precision"])
-    precision = torch.autocast(device, torch.bfloat16) if mixed else nullcontext()
+    precision = torch.autocast(chosen.type, torch.bfloat16) if mixed else nullcontext()
     for number, tensors in enumerate(content["batches"]):
-        batch = Batch.from_tensors({name: tensor.to(device) for name, tensor in tensors.items()})
+        batch = Batch.from_tensors({name: tensor.to(chosen) for name, tensor in tensors.items()})
         with precision:
             lines = replay_batch(module, batch, content, recipe.get("rollout", {}))
         samples = ", ".join(content["samples"][number])
         print("\n".join([f"batch {number}: samples {samples}", *lines]))
 
 
-def load(file: Path, target: str | None) -> tuple[dict[str, Any], TrainingModule, dict[str, Any]]:
+def load(
+    file: Path, target: str | None, device: torch.device
+) -> tuple[dict[str, Any], TrainingModule, dict[str, Any]]:
     """The guard's record, the module as it was, and its recipe.
 
     Raises:
@@ -59,7 +62,7 @@ def load(file: Path, target: str | None) -> tuple[dict[str, Any], TrainingModule
     settings = {name: recipe["model"][name] for name in STEP_KEYS if name in recipe["model"]}
     if "loss" in settings:
         settings["loss"] = LossConfig(**settings["loss"])
-    return content, load_trained(saved, target=target, **settings), recipe
+    return content, load_trained(saved, target=target, device=device, **settings), recipe
 
 
 def replay_batch(

@@ -7,10 +7,13 @@ our own engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from dflow_lightning.bench.command import suite_path
 from dflow_lightning.data.prompts import Prompt, read_prompts
@@ -18,6 +21,7 @@ from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.equality import EqualityCheck
 from dflow_lightning.errors import InputError
 from dflow_lightning.export.validate_folder import interleaved
+from dflow_lightning.models.device import choose_device
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.serving.server import ServerSettings, VllmServer
 
@@ -74,6 +78,7 @@ def serve_check_command(
     max_new_tokens: int = 96,
     concurrency: int = 4,
     dtype: str = "float32",
+    device: str = "auto",
 ) -> None:
     """Serve an exported drafter with a real engine and compare; status 1 if it is not as here.
 
@@ -87,11 +92,14 @@ def serve_check_command(
         max_new_tokens: upper limit of an answer.
         concurrency: requests in flight.
         dtype: that the engine computes in; answers are judged in float32, else only reported.
+        device: where our own engine decodes, in float32: `cpu`, `cuda`, or one GPU such as
+            `cuda:1`; auto is the GPU where there is one. It leaves the GPU while a server runs.
     """
     counts = {"num_prompts": num_prompts, "max_new_tokens": max_new_tokens}
     for name, value in (counts | {"concurrency": concurrency}).items():
         if value < 1:
             raise InputError(f"{name} is {value}; give 1 or more")
+    chosen = choose_device(device)
     if not python.is_file():
         raise InputError(
             f"python: {python} does not exist; make the engine's environment (`make env-vllm`) or "
@@ -102,7 +110,7 @@ def serve_check_command(
             f"drafter: {drafter} is not a folder; give one that dflow-train export wrote"
         )
     path = suite_path(suite, target)
-    frozen = FrozenTarget.load(target, dtype="float32")
+    frozen = FrozenTarget.load(target, device=chosen, dtype="float32")
     decoder = SpeculativeDecoder.from_export(drafter, frozen)
     limit = frozen.config.max_position_embeddings - max_new_tokens
     limit -= 2 * decoder.drafter.dims.block_size
@@ -134,7 +142,6 @@ class ServeCheck:
             self.ids, max_new_tokens=max_new_tokens, batch_size=concurrency
         )
         self.plain = [one.token_ids for one in plain]
-        self.equality = EqualityCheck(decoder.target)
 
     def run(self, settings: ServerSettings, drafter: Path) -> bool:
         """All arms of an exported drafter; whether every one is as it should be."""
@@ -156,15 +163,33 @@ class ServeCheck:
             print(f"FAILED  {failure}")
         return not failures
 
+    @contextmanager
+    def _on_the_host(self) -> Iterator[None]:
+        """Our models wait on the host while a server runs: engines claim nearly a whole GPU."""
+        device = self.decoder.target.device
+        models = (self.decoder.target, self.decoder.drafter, self.decoder.relay)
+        try:
+            for model in models:
+                if model is not None:
+                    model.to("cpu")
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            yield
+        finally:
+            for model in models:
+                if model is not None:
+                    model.to(device)
+
     def arm(self, name: str, relay: bool | None, settings: ServerSettings) -> str | None:
         """One server; what is wrong with it, None if nothing."""
-        with VllmServer(settings) as server:
+        with self._on_the_host(), VllmServer(settings) as server:
             answers = server.complete_all(
                 self.ids, concurrency=self.concurrency, temperature=0.0,
                 max_tokens=self.max_new_tokens,
             )  # fmt: skip
             counters, log = server.counters(), server.log
-        found = self.equality.differences(
+        # Made anew for each server: it may keep a copy of the target on the GPU.
+        found = EqualityCheck(self.decoder.target).differences(
             self.prompts, answers, self.plain, temperature=0.0, seeds=range(len(answers))
         )
         ties = sum(one.excused for one in found)

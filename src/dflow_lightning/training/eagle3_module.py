@@ -180,18 +180,16 @@ class Eagle3Module(TrainingModule):
 
     @classmethod
     def from_checkpoint(
-        cls, content: dict[str, Any], *, target: str | None = None, **training: Any
+        cls, content: dict[str, Any], target: TargetConfig, **training: Any
     ) -> "Eagle3Module":
-        """Rebuild a module from a checkpoint, on the target it was trained with or a given one.
+        """Rebuild a module from the content of an opened checkpoint (`saved.load_trained`).
 
         Args:
-            content: of an opened checkpoint (`saved.open_checkpoint`).
             training: further arguments that no checkpoint holds.
         """
         saved = content[CHECKPOINT_KEY]
-        config = TargetConfig(**saved["target_config"] | ({"path": target} if target else {}))
         shape = {name: saved["drafter"][name] for name in Eagle3Config.__dataclass_fields__}
-        module = cls(target=config, drafter=Eagle3Config(**shape), **training)
+        module = cls(target=target, drafter=Eagle3Config(**shape), **training)
         module.on_load_checkpoint(content)
         module.load_state_dict(content["state_dict"])
         return module.eval()

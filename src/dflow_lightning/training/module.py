@@ -270,20 +270,18 @@ class DrafterModule(TrainingModule):
 
     @classmethod
     def from_checkpoint(
-        cls, content: dict[str, Any], *, target: str | None = None, **training: Any
+        cls, content: dict[str, Any], target: TargetConfig, **training: Any
     ) -> "DrafterModule":
-        """Rebuild a module from a checkpoint, on the target it was trained with or a given one.
+        """Rebuild a module from the content of an opened checkpoint (`saved.load_trained`).
 
         Args:
-            content: of an opened checkpoint (`saved.open_checkpoint`).
             training: further arguments, such as `loss`, that no checkpoint holds.
         """
         saved = content[CHECKPOINT_KEY]
-        config = TargetConfig(**saved["target_config"] | ({"path": target} if target else {}))
         dims = saved["drafter"]
         shape = {name: dims[name] for name in DrafterConfig.__dataclass_fields__ if name in dims}
         module = cls(
-            target=config, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"]),
+            target=target, drafter=DrafterConfig(**shape), relay=RelayConfig(**saved["relay"]),
             causal_head=CausalHeadConfig(**saved.get("causal_head", {})), **training,
         )  # fmt: skip
         module.on_load_checkpoint(content)

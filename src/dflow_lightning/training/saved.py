@@ -11,10 +11,12 @@ import torch
 
 from dflow_lightning.errors import InputError
 from dflow_lightning.formats import integrity
-from dflow_lightning.training.base import BLOCK, CHECKPOINT_KEY
+from dflow_lightning.models.device import choose_dtype
+from dflow_lightning.training.base import BLOCK, CHECKPOINT_KEY, TargetConfig
 from dflow_lightning.training.eagle3_module import Eagle3Module
 from dflow_lightning.training.module import DrafterModule
 
+CPU = torch.device("cpu")
 ZIP_START = b"PK\x03\x04"
 
 
@@ -103,19 +105,33 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 
 
 def load_trained(
-    checkpoint: Checkpoint, *, target: str | None = None, **training: Any
+    checkpoint: Checkpoint,
+    *,
+    target: str | None = None,
+    device: torch.device = CPU,
+    **training: Any,
 ) -> DrafterModule | Eagle3Module:
     """Rebuild the module of a checkpoint, on the target it was trained with or a given one.
 
     Args:
+        target: hub id or folder of the target, where it is no longer that of the run.
+        device: where module and target go; it also decides on a target dtype of `auto`.
         training: arguments of the module that only a training step needs, such as its loss.
 
     Raises:
         InputError: `dflow-train` did not write it, or it is of another target.
     """
-    block = checkpoint.require_identity().get("method", BLOCK) == BLOCK
-    module: type[DrafterModule | Eagle3Module] = DrafterModule if block else Eagle3Module
-    return module.from_checkpoint(checkpoint.content, target=target, **training)
+    saved = checkpoint.require_identity()
+    config = TargetConfig(**saved["target_config"])
+    config.path = config.path if target is None else target
+    if config.dtype == "auto":  # the module itself decides by the machine, not by this device
+        config.dtype = "float32" if choose_dtype("auto", device) == torch.float32 else "bfloat16"
+    kind: type[DrafterModule | Eagle3Module] = (
+        DrafterModule if saved.get("method", BLOCK) == BLOCK else Eagle3Module
+    )
+    module = kind.from_checkpoint(checkpoint.content, config, **training)
+    module.target.to(device)  # which is no part of the module
+    return module.to(device)
 
 
 def training_record(name: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
