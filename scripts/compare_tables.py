@@ -62,7 +62,8 @@ def tau_table(table: Table, per_family: int) -> list[str]:
 def paper_table(table: Table) -> list[str]:
     """Pooled tau and its ratio to DFlash, here and in the paper; then where the order differs."""
     lines = [
-        f"Beside the paper ({PAPER_SOURCE}). Ratios are to the row {BASE}, seed by seed",
+        f"Beside the paper ({PAPER_SOURCE}). The paper's tau counts accepted drafts, ours the "
+        f"bonus token as well. Ratios are to the row {BASE}, seed by seed",
         "",
         *header(
             ["drafter", "T=0", "ratio", "paper T=0", "ratio", "T=1", "ratio", "paper T=1", "ratio"]

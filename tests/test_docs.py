@@ -232,6 +232,34 @@ def test_figures_are_what_the_script_draws(tmp_path: Path) -> None:
             assert path.read_bytes() == (ROOT / "docs/figures" / path.name).read_bytes(), path.name
 
 
+@pytest.mark.slow
+def test_counts_of_serve_vllm_are_those_of_the_shipped_drafters() -> None:
+    """The last column of the page's second table: rounds and accepted drafts of 24 prompts."""
+    from dflow_lightning.data.prompts import read_prompts
+    from dflow_lightning.decode import SpeculativeDecoder
+    from dflow_lightning.models.target import FrozenTarget
+    from dflow_lightning.serving.check import Counts, own_counts
+
+    page = (ROOT / "docs/serve-vllm.md").read_text().partition("| our engine |")[2]
+    row = r"^\| (DF\w+(?:, relay \w+)?) \| [\d, ]+ \| [\d.]+ \| (\d+), ([\d,]+) \|$"
+    written = {
+        name: Counts(int(rounds), int(accepted.replace(",", "")))
+        for name, rounds, accepted in re.findall(row, page, re.MULTILINE)
+    }
+    assert list(written) == ["DFlash", "DFlow, relay off", "DFlow, relay on"]
+    target = FrozenTarget.load(str(ROOT / "data/tiny-qwen3"), dtype="float32")
+    file = ROOT / "data/tiny-qwen3/prompts/test.jsonl"
+    prompts = read_prompts(target.tokenizer, file, per_family=8, field="suite")
+    ids, plain = [prompt.token_ids for prompt in prompts], None
+    for name, expected in written.items():
+        folder = ROOT / "data/tiny-drafters" / name.partition(",")[0].lower()
+        decoder = SpeculativeDecoder.from_export(folder, target)
+        if plain is None:
+            answers = decoder.generate_plain(ids, max_new_tokens=128, batch_size=8)
+            plain = [answer.token_ids for answer in answers]
+        assert own_counts(decoder, ids, plain, relay=name.endswith("relay on")) == expected, name
+
+
 # ---------------------------------------------------------------- links and quotations
 
 
