@@ -5,14 +5,11 @@ or to need nothing but time (tests/docs_blocks.py), goes to a shell, command by 
 has the seconds of each, by the clock and by the processor; the exit status is 1 if a command
 failed.
 
-    python tests/run_docs.py --page docs/getting-started.md --record
-
-With `--record` the table replaces the one between the marks of the page.
+    python tests/run_docs.py --page docs/getting-started.md
 """
 
 import argparse
 import os
-import re
 import resource
 import shutil
 import subprocess
@@ -23,7 +20,6 @@ from pathlib import Path
 
 from docs_blocks import PAGES, ROOT, Block, blocks, commands
 
-TIMES = re.compile(r"(<!-- times -->\n).*?(<!-- /times -->)", re.DOTALL)
 RAW = argparse.RawTextHelpFormatter
 NAME = 74  # characters of a command in the table
 
@@ -83,27 +79,11 @@ def run_page(page: Path, marked: list[Block], out: Path) -> list[Timed]:
     return done
 
 
-def table(done: list[Timed]) -> str:
-    """All commands with their seconds."""
-    total = (sum(one.clock for one in done), sum(one.processor for one in done))
-    head = ["| command | seconds by the clock | seconds of one core |", "|---|---|---|"]
-    last = f"| **all of it** | **{total[0]:.0f}** | **{total[1]:.0f}** |"
-    return "\n".join([*head, *(one.row() for one in done), last])
-
-
-def record(page: Path, text: str) -> None:
-    """Puts the table between the marks of its page."""
-    before = page.read_text()
-    assert TIMES.search(before), f"{page} has no marks for a table of times"
-    page.write_text(TIMES.sub(lambda marks: f"{marks[1]}{text}\n{marks[2]}", before))
-
-
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=RAW)
     parser.add_argument("--page", action="append", type=Path, help="by default every page")
     parser.add_argument("--out", type=Path, default=ROOT / "build/docs-commands")
-    parser.add_argument("--record", action="store_true", help="write the table into the page")
     arguments = parser.parse_args()
     chosen = [ROOT / page for page in arguments.page or PAGES]
     failed = 0
@@ -114,8 +94,8 @@ def main() -> int:
         print(f"\n{page.relative_to(ROOT)}")
         done = run_page(page, marked, arguments.out)
         failed += any(one.status for one in done)
-        if arguments.record and not failed:
-            record(page, table(done))
+        total = (sum(one.clock for one in done), sum(one.processor for one in done))
+        print(f"| **all of it** | **{total[0]:.0f}** | **{total[1]:.0f}** |")
     print(f"\n{failed} pages with a command that failed" if failed else "\nall commands ran")
     return int(failed > 0)
 
