@@ -1,6 +1,7 @@
 """Foreign files: what they become, and that whatever is wrong with them is said and counted."""
 
 import errno
+import gzip
 import json
 import os
 import tracemalloc
@@ -109,6 +110,13 @@ SHAPES = {
         ),
         [user("2+3?"), assistant("") | {"tool_calls": [CALL]}, RESULT, assistant("5")],
     ),
+    "tools as text": (convert(*TALK, tools=json.dumps([CALL])), TALK),
+    "a list of calls as text": (
+        said(("human", "2+3?"), ("function_call", json.dumps([CALL, CALL])), ("observation", "5")),
+        [user("2+3?"), assistant("") | {"tool_calls": [CALL, CALL]}, RESULT],
+    ),
+    "weight": (convert(user("p"), assistant("a") | {"weight": 0}), TALK),
+    "no calls": (convert(user("p"), assistant("a") | {"tool_calls": []}), TALK),
     "alpaca": ({"instruction": "Add.", "input": "2, 3", "output": "5"},
                [user("Add.\n\n2, 3"), assistant("5")]),
     "alpaca without input": ({"instruction": "p", "input": " ", "output": "a"}, TALK),
@@ -184,7 +192,26 @@ REJECTS: dict[str, tuple[Any, str, str]] = {
         convert(user("p"), assistant(None) | {"tool_calls": [{"function": {"name": "f",
                 "arguments": "{"}}]}), "tool call", "arguments object",
     ),
-    "weight 0": (convert(user("p"), assistant("a") | {"weight": 0}), "unread field", "weight 0"),
+    "half a weight": (
+        convert(user("p"), assistant("a") | {"weight": 0.5}), "weight", "give 0 or 1",
+    ),
+    "Dolly's context": (GOOD | {"context": "c"}, "unread field", "the row has context"),
+    "legacy functions": (convert(*TALK, functions=[{"name": "f"}]), "unread field", "functions"),
+    "reasoning beside the answer": (GOOD | {"reasoning": "r"}, "unread field", "reasoning"),
+    "input beside messages": (convert(*TALK, input="i"), "several shapes", "messages and input"),
+    "content and value": (
+        convert(user("p") | {"value": "q"}), "several shapes", "content and value",
+    ),
+    "a user's call": (convert(user("p") | {"tool_calls": [CALL]}), "unread field", "tool_calls"),
+    "tools that are no JSON": (convert(*TALK, tools="[{"), "tools", "tools is not valid JSON"),
+    "tools that are names": (convert(*TALK, tools=['"add"']), "tools", "tools has 'add'"),
+    "deep tools": (convert(*TALK, tools='[{"a":' + "[" * 120 + "]" * 120 + "}]"),
+                   "nested too deep", "100 levels"),
+    "tools with half a surrogate pair": (convert(*TALK, tools=[{"name": "\ud800"}]),
+                                         "control characters", r"'\ud800'"),
+    "no call in the list": (convert(user("p"), {"from": "function_call", "value": "[]"}),
+                            "tool call", "no tool call"),
+    "wrapper object": ({"data": [GOOD, GOOD]}, "unknown shape", "if 'data' is the list of rows"),
     "legacy call": (convert(user("p") | {"function_call": {}} | {"refusal": "no"}),
                     "unread field", "refusal"),
     "id of a wrong type": (GOOD | {"id": 1.5}, "not text", "the id is a float"),
@@ -371,12 +398,25 @@ FILES = {
     "damaged parquet": ("a.parquet", b"PAR1xxxxPAR1", "is a damaged Parquet file"),
     "parquet by another name": ("a.jsonl", b"PAR1", "is a Parquet file; name it by its format"),
     "other suffix": ("a.csv", b"{}", "has the suffix '.csv'; give a file named .jsonl"),
-    "compressed": ("a.jsonl", b"\x1f\x8b\x08", "is gzip-compressed; unpack it"),
+    "compressed": ("a.jsonl", b"\x1f\x8b\x08", "cannot be read (Truncated"),
     "UTF-16": ("a.jsonl", "{}".encode("utf-16"), "is UTF-16 text; save it as UTF-8"),
     "truncated array": ("a.json", b'[{"prompt": "p"}, {"pro', "element 2 of the array is broken"),
     "array cut after a comma": ("a.json", b'[{"prompt": "p"},', "element 2 of the array is broken"),
     "text after the array": ("a.json", b'[{"prompt": "p"}]\n["b"]', "goes on after its array"),
     "array in latin-1": ("a.json", b'[{"prompt": "\xe9"}]', "is not UTF-8 text after element 0"),
+    "wrapper object": (
+        "a.json",
+        b'{\n "data": [\n',
+        "begins with a JSON object over several lines",
+    ),
+    "wrapper and list": (
+        "a.jsonl",
+        b'{"data": [\n',
+        "begins with a JSON object over several lines",
+    ),
+    "compressed parquet": ("a.parquet.gz", gzip.compress(b"PAR1"), "read from its end; unpack it"),
+    "compressed by name": ("a.jsonl.gz", b"{}", "is not compressed; name it by its format"),
+    "compression alone": ("a.gz", b"{}", "which may be compressed (.gz, .zst)"),
     "deep array": ("a.json", b"[" * 200_000, "element 1 is nested too deep"),
 }
 

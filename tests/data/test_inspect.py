@@ -52,7 +52,7 @@ def test_piped_output_has_marks_and_the_ids_of_training(inspect, write, tokenize
     status, out, err = inspect(path, "--row", 2)
     assert (status, err) == (0, "")
     parts = out.split("row 2 of ")[1:]
-    rows = written_rows(ChatEncoder(tokenizer), "second", messages)
+    rows = written_rows(ChatEncoder(tokenizer), Conversation("second", "default", messages))
     for i, ((name, row), part) in enumerate(zip(rows, parts, strict=True), start=1):
         ids, mask = row.tokens.input_ids, row.tokens.loss_mask
         assert f"\nid second#{i}, family chat\n" in part

@@ -11,6 +11,7 @@ from conversations import assistant, system, user
 from pyarrow import parquet
 
 from dflow_lightning.__main__ import main
+from dflow_lightning.data.conversations import Conversation
 from dflow_lightning.data.prepared import open_prepared, read_manifest
 from dflow_lightning.data.template import ChatEncoder, render_prompt
 from dflow_lightning.data.turns import written_rows
@@ -174,7 +175,7 @@ def test_kept_answers_are_those_of_training(prepare, write, tmp_path, target):
     encoder = ChatEncoder(target.tokenizer)
     found = {row["id"]: (row["input_ids"], row["loss_mask"], row["finished"]) for row in rows}
     for name, messages in {"a": [user("Hi"), TALK[1]], "b": TALK}.items():
-        for identity, row in written_rows(encoder, name, messages):
+        for identity, row in written_rows(encoder, Conversation(name, "default", messages)):
             ids, mask, finished = found.pop(identity)
             end = len(ids)  # the file's row has the template's line break after it
             assert (ids, mask) == (row.tokens.input_ids[:end], row.tokens.loss_mask[:end])
@@ -279,7 +280,7 @@ def test_a_special_token_inside_an_answer_is_a_reject(
     prepare, write, tmp_path, monkeypatch, target
 ):
     start = target.tokenizer.convert_tokens_to_ids("<|im_start|>")
-    really = from_engine.Answer
+    really = from_engine.TargetAnswer
 
     for bad, sentence in (
         (start, "'<|im_start|>' stands inside it"),
@@ -289,7 +290,7 @@ def test_a_special_token_inside_an_answer_is_a_reject(
         def answer(token_ids, finished, bad=bad):
             return really([token_ids[0], bad, *token_ids[1:]], finished)
 
-        monkeypatch.setattr(from_engine, "Answer", answer)
+        monkeypatch.setattr(from_engine, "TargetAnswer", answer)
         status, _, err = prepare(write(*QUESTIONS[:1]), out=f"out{bad}")
         assert status == 2
         assert sentence in err

@@ -37,7 +37,7 @@ REFUSED = {
     "no_array_end.json": (b'[{"prompt": "p", "answer": "a b"},', "element 2 of the array"),
     "utf16.jsonl": (json.dumps(GOOD).encode("utf-16"), "is UTF-16 text; save it as UTF-8"),
     "latin1.json": (b'[{"prompt": "\xe9"}]', "is not UTF-8 text"),
-    "packed.jsonl": (b"\x1f\x8b\x08\x00", "is gzip-compressed; unpack it"),
+    "packed.jsonl": (b"\x1f\x8b\x08\x00", "cannot be read (Truncated compressed stream)"),
     "table.csv": (b"prompt,answer\n", "has the suffix '.csv'; give a file named .jsonl"),
     "no.parquet": (lines(GOOD), "is no Parquet file; name it by its format"),
     "damaged.parquet": (b"PAR1" + b"x" * 40 + b"PAR1", "is a damaged Parquet file"),

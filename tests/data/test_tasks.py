@@ -161,14 +161,18 @@ def test_turns_hold_characters_that_other_readers_split_at(tmp_path):
     ("content", "message"),
     [
         ("", "is empty; it needs at least one row"),
-        ("{", r"line 1 of .* is no row of gsm8k \(JSONDecodeError"),
-        ("[1]", r"line 1 of .* is no row of gsm8k \(TypeError: it is not a JSON object\)"),
-        ('{"text": "x"}', r"is no row of gsm8k \(KeyError: 'question'\); give turns"),
-        ('{"turns": []}', "has no turns that are text"),
-        ('{"turns": ["a", 3]}', "has no turns that are text"),
-        ('{"turns": [" "]}', "has no turns that are text"),
+        ('{"question"', r"line 1 of .* is no row of gsm8k \(the row is not valid JSON"),
+        ("[1]", r"line 1 of .* is no row of gsm8k \(the row is a list instead of an object"),
+        ('{"text": "x"}', r"is no row of gsm8k \(it has no 'question'\); give turns"),
+        ('{"question": 5}', r"is no row of gsm8k \(turn 1 is not text\)"),
+        ('{"turns": []}', r"is no row of gsm8k \(its turns are not a list of messages\)"),
+        ('{"turns": ["a", 3]}', r"is no row of gsm8k \(turn 2 is a int; give it as text\)"),
+        ('{"turns": [" "]}', r"is no row of gsm8k \(turn 1 is blank"),
+        ('{"turns": ["\\ud800"]}', r"turn 1 has the character '\\ud800' in its text"),  # F39
+        ("[" * 200_000, "is no row of gsm8k"),
         ('{"turns": ["a"], "family": "a/b"}', "has the family 'a/b'"),
-        (b"\xff\xfe", "cannot be read as UTF-8 text"),
+        (b"\xff\xfe", "is UTF-16 text; save it as UTF-8"),
+        (b'{"turns": ["\xff"]}', "the row is not UTF-8 text"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, encoder, content, message):

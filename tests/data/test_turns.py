@@ -8,9 +8,10 @@ import pytest
 from conversations import assistant, system, user
 from qwen3_cases import ADD, CALL, CASES, REASONED, rows_of
 
+from dflow_lightning.data.conversations import Conversation
 from dflow_lightning.data.inspect import anchor_candidates
 from dflow_lightning.data.template import ChatEncoder
-from dflow_lightning.data.turns import Answer, num_anchors, training_rows, written_rows
+from dflow_lightning.data.turns import TargetAnswer, num_anchors, training_rows, written_rows
 from dflow_lightning.errors import InputError
 
 HERE = Path(__file__).parent
@@ -118,7 +119,7 @@ def test_generated_tokens_stay_as_they_are(merging):
     end = merging.convert_tokens_to_ids("<|im_end|>")
     letters = [merging.convert_tokens_to_ids(letter) for letter in "Hello."]
     assert merging.encode("Hello.", add_special_tokens=False) != letters
-    rows = training_rows(encoder, TALK, answers={1: Answer([*letters, end], True)})
+    rows = training_rows(encoder, TALK, answers={1: TargetAnswer([*letters, end], True)})
     assert [row.turn for row in rows] == [1, 2]
     assert rows[0].tokens.input_ids[-len(letters) - 1 :] == [*letters, end]
     assert supervised(merging, rows[1]) == "Fine.<|im_end|>"
@@ -127,7 +128,7 @@ def test_generated_tokens_stay_as_they_are(merging):
 def test_unfinished_answers_have_no_end_token(qwen3_like):
     ids = qwen3_like.encode("Hello there", add_special_tokens=False)
     messages = [user("Hi"), assistant("Hello there")]
-    (row,) = training_rows(ChatEncoder(qwen3_like), messages, answers={1: Answer(ids, False)})
+    (row,) = training_rows(ChatEncoder(qwen3_like), messages, answers={1: TargetAnswer(ids, False)})
     assert supervised(qwen3_like, row) == "Hello there"
     assert not row.finished
 
@@ -138,7 +139,7 @@ def test_reasoning_may_be_left_unsupervised(qwen3_like, kept):
     messages = [user("2+3?"), assistant(REASONED)]
     end = qwen3_like.convert_tokens_to_ids("<|im_end|>")
     ids = [*qwen3_like.encode(REASONED, add_special_tokens=False), end]
-    answers = {} if kept else {1: Answer(ids, True)}
+    answers = {} if kept else {1: TargetAnswer(ids, True)}
     texts = {}
     for wanted in (True, False):
         (row,) = training_rows(encoder, messages, answers=answers, supervise_thinking=wanted)
@@ -150,7 +151,7 @@ def test_reasoning_that_never_ends_is_no_answer(qwen3_like):
     encoder = ChatEncoder(qwen3_like, enable_thinking=True)
     text = "<think>\nTwo and"
     ids = qwen3_like.encode(text, add_special_tokens=False)
-    messages, answers = [user("2+3?"), assistant(text)], {1: Answer(ids, False)}
+    messages, answers = [user("2+3?"), assistant(text)], {1: TargetAnswer(ids, False)}
     (row,) = training_rows(encoder, messages, answers=answers, supervise_thinking=False)
     assert not any(row.tokens.loss_mask)
     (row,) = training_rows(encoder, messages, answers=answers)
@@ -165,7 +166,9 @@ def test_unfinished_texts_give_the_rows_of_their_tokens(qwen3_like):
         ids = qwen3_like.encode(text, add_special_tokens=False)
         for supervise_thinking in (True, False):
             options = {"finished": False, "supervise_thinking": supervise_thinking}
-            wanted = training_rows(encoder, messages, answers={3: Answer(ids, False)}, **options)
+            wanted = training_rows(
+                encoder, messages, answers={3: TargetAnswer(ids, False)}, **options
+            )
             assert [row.finished for row in wanted] == [True, False]
             assert training_rows(encoder, messages, **options) == wanted
 
@@ -173,20 +176,25 @@ def test_unfinished_texts_give_the_rows_of_their_tokens(qwen3_like):
 def test_rows_of_a_file_go_on_to_the_end_of_the_template(qwen3_like, merging):
     for tokenizer in (qwen3_like, merging):
         encoder = ChatEncoder(tokenizer)
-        ((name, row),) = written_rows(encoder, "a", TALK[:2])
+        ((name, row),) = written_rows(encoder, Conversation("a", "default", TALK[:2]))
         (whole,) = encoder.encode([encoder.segments(TALK[:2])])
         assert (name, row.tokens) == ("a", whole)
         assert tokenizer.decode(row.tokens.input_ids).endswith("Hello.<|im_end|>\n")
-    assert [name for name, _ in written_rows(ChatEncoder(merging), "a", TALK)] == ["a"]
-    assert [name for name, _ in written_rows(ChatEncoder(qwen3_like), "a", TALK)] == ["a#1", "a#2"]
+    assert [
+        name for name, _ in written_rows(ChatEncoder(merging), Conversation("a", "default", TALK))
+    ] == ["a"]
+    assert [
+        name
+        for name, _ in written_rows(ChatEncoder(qwen3_like), Conversation("a", "default", TALK))
+    ] == ["a#1", "a#2"]
 
 
 def test_answers_too_short_for_an_anchor_have_no_row_beside_others(qwen3_like):
     encoder = ChatEncoder(qwen3_like)
     empty = [user("Say nothing."), assistant("")]
-    ((name, row),) = written_rows(encoder, "a", [*empty, *TALK[:2]])
+    ((name, row),) = written_rows(encoder, Conversation("a", "default", [*empty, *TALK[:2]]))
     assert (name, supervised(qwen3_like, row)) == ("a", "Hello.<|im_end|>")
-    ((name, row),) = written_rows(encoder, "a", empty)
+    ((name, row),) = written_rows(encoder, Conversation("a", "default", empty))
     assert (name, supervised(qwen3_like, row)) == ("a", "<|im_end|>")
 
 

@@ -1,12 +1,12 @@
 """The prompts of a bench: embedded, of benchmark tasks, or of a file."""
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflow_lightning.bench.row import template_hash
+from dflow_lightning.data.conversations import RejectedError, load_record, raw_rows
 from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.data.tasks import (
     TASKS,
@@ -173,8 +173,8 @@ def _chosen(
 def _has_turns(path: Path) -> bool:
     """Whether a file holds conversations to be held, `turns`, instead of prompts."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            record = json.loads(next((line for line in file if line.strip()), ""))
-    except (OSError, ValueError):
-        return False  # whoever reads the file says what is wrong with it
-    return isinstance(record, dict) and "turns" in record and "prompt" not in record
+        _, raw = next(raw_rows(path, "suite"), (0, b"{}"))
+        record = load_record(raw)
+    except RejectedError:
+        return False  # the reader of prompts says what is wrong with the row
+    return "turns" in record and "prompt" not in record

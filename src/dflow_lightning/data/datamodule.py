@@ -9,8 +9,8 @@ import torch.distributed
 from lightning.pytorch import LightningDataModule
 
 from dflow_lightning.data.batches import HeldOutLoader, TrainLoader
+from dflow_lightning.data.conversations import Conversation
 from dflow_lightning.data.prompts import Prompt, first_per_family, make_prompts, prepared_prompts
-from dflow_lightning.data.rows import Row
 from dflow_lightning.data.sets import check_disjoint, check_manifest, encode_rows, read_set
 from dflow_lightning.data.tasks import TaskName, task_prompts
 from dflow_lightning.data.template import ChatEncoder
@@ -120,7 +120,7 @@ class ChatDataModule(LightningDataModule):
         self.seed = seed
         self.validation_tasks, self.validation_suite_dir = validation_tasks, validation_suite_dir
         self._encoder: ChatEncoder | None = None
-        self._sets: dict[Path, list[Row] | PreparedRows] = {}
+        self._sets: dict[Path, list[Conversation] | PreparedRows] = {}
         self._tokens: dict[Split, list[RowSource]] = {}
 
     def setup(self, stage: str | None = None) -> None:
@@ -208,7 +208,7 @@ class ChatDataModule(LightningDataModule):
     def _pad_id(self) -> int:
         return self._chat_encoder().tokenizer.pad_token_id or 0
 
-    def _read(self, split: Split) -> list[list[Row] | PreparedRows]:
+    def _read(self, split: Split) -> list[list[Conversation] | PreparedRows]:
         """The sets of a split, as they are stored."""
         if not self.paths[split]:
             raise InputError(f"data.{split} is not set; give a prepared folder or a JSONL file")
@@ -231,7 +231,7 @@ class ChatDataModule(LightningDataModule):
             self._tokens[split] = [self._tokenize(rows, split) for rows in self._read(split)]
         return self._tokens[split]
 
-    def _tokenize(self, rows: list[Row] | PreparedRows, split: Split) -> RowSource:
+    def _tokenize(self, rows: list[Conversation] | PreparedRows, split: Split) -> RowSource:
         limit = self.limits[split]
         if isinstance(rows, PreparedRows):
             folder = rows.folder

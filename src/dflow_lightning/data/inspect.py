@@ -85,14 +85,7 @@ def show_conversation(
     """
     rows = [
         (name, one.tokens, _ending(one.finished))
-        for name, one in written_rows(
-            encoder,
-            conversation.id,
-            conversation.messages,
-            conversation.tools,
-            finished=conversation.finished,
-            supervise=supervise,
-        )
+        for name, one in written_rows(encoder, conversation, supervise)
     ]
     if not rows:
         ids = encoder.prompt(conversation.messages, conversation.tools)

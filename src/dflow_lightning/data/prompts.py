@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from dflow_lightning.data.rows import Row, read_rows
+from dflow_lightning.data.conversations import Conversation, read_conversations
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.token_rows import PreparedRows, last_answer
 from dflow_lightning.data.turns import training_rows
@@ -38,7 +38,7 @@ def read_prompts(
     max_length: int | None = None,
     field: str = "prompts",
 ) -> list[Prompt]:
-    """Prompts of a JSONL file, whose rows need no answer.
+    """Prompts of a file of conversations, which need no answer; a repeated prompt counts once.
 
     Args:
         per_family: take that many of each family (`first_per_family`).
@@ -48,7 +48,7 @@ def read_prompts(
     Raises:
         InputError: the file, a row of it or the tokenizer does not fit.
     """
-    rows = first_per_family(read_rows(path, field=field, need_answer=False), per_family)
+    rows = first_per_family(read_conversations(path, field=field, need_answer=False), per_family)
     prompts = make_prompts(ChatEncoder(tokenizer, enable_thinking=enable_thinking), rows)
     for row, prompt in zip(rows, prompts, strict=True):
         if max_length is not None and len(prompt.token_ids) > max_length:
@@ -59,16 +59,16 @@ def read_prompts(
     return prompts
 
 
-def make_prompts(encoder: ChatEncoder, rows: Iterable[Row]) -> list[Prompt]:
+def make_prompts(encoder: ChatEncoder, rows: Iterable[Conversation]) -> list[Prompt]:
     """Cut each conversation before its last answer."""
     prompts = []
     for row in rows:
         try:
-            token_ids = encoder.prompt(row.prompt)
+            token_ids = encoder.prompt(row.prompt, row.tools)
             answered = [
                 one.tokens
                 for one in training_rows(
-                    encoder, row.messages, finished=row.finished, supervise="last_turn"
+                    encoder, row.messages, row.tools, finished=row.finished, supervise="last_turn"
                 )
                 if row.is_answered
             ]

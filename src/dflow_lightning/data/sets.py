@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from dflow_lightning.data import rows as rows_of_files
-from dflow_lightning.data.conversations import parse_conversations
+from dflow_lightning.data.conversations import (
+    Conversation,
+    asked_hash,
+    raw_rows,
+    read_conversations,
+)
 from dflow_lightning.data.prepared import MANIFEST, count_shared, is_prepared, read_manifest
-from dflow_lightning.data.rows import Row, read_rows
-from dflow_lightning.data.shapes import Conversation
 from dflow_lightning.data.template import ChatEncoder, EncodedRow
 from dflow_lightning.data.token_rows import PreparedRows, last_answer
 from dflow_lightning.data.turns import Supervise, written_rows
 from dflow_lightning.errors import InputError
 
-FOREIGN_KEYS = {"conversations", "instruction", "completion", "response", "output"}
 
-
-def read_set(path: Path, field: str) -> list[Row] | PreparedRows:
+def read_set(path: Path, field: str) -> list[Conversation] | PreparedRows:
     """The rows of a prepared folder, on disk, or of a file of conversations.
 
     Args:
@@ -43,9 +42,7 @@ def read_set(path: Path, field: str) -> list[Row] | PreparedRows:
             f"{field}: {path} is a directory without {MANIFEST}; give a folder that dflow-train "
             "prepare wrote, or a JSONL file"
         )
-    if path.suffix in (".json", ".parquet") or _is_foreign(path):
-        return _conversation_rows(path, field)
-    return read_rows(path, field=field)
+    return read_conversations(path, field=field)
 
 
 class FileRow(NamedTuple):
@@ -56,7 +53,9 @@ class FileRow(NamedTuple):
     tokens: EncodedRow
 
 
-def encode_rows(encoder: ChatEncoder, rows: Sequence[Row], supervise: Supervise) -> list[FileRow]:
+def encode_rows(
+    encoder: ChatEncoder, rows: Sequence[Conversation], supervise: Supervise
+) -> list[FileRow]:
     """Token ids and loss masks of conversations: a row of each, or one for each answer.
 
     Raises:
@@ -65,11 +64,9 @@ def encode_rows(encoder: ChatEncoder, rows: Sequence[Row], supervise: Supervise)
     encoded = []
     for row in rows:
         try:
-            found = written_rows(
-                encoder, row.id, row.messages, finished=row.finished, supervise=supervise
-            )
+            found = written_rows(encoder, row, supervise)
         except InputError as error:
-            raise InputError(f"{row.where}: {error}; mend the row or drop it") from error
+            raise InputError(f"{row.where}: {error}; fix the row or drop it") from error
         encoded += [FileRow(name, row.where, one.tokens) for name, one in found]
     return encoded
 
@@ -106,59 +103,12 @@ def count_rows(path: Path, field: str) -> int:
     """Rows of a folder; conversations of a file, which may give several, without tokenizing any."""
     if is_prepared(path):
         return sum(record["rows"] for record in read_manifest(path, field)["files"])
-    if path.suffix in (".json", ".parquet") or _is_foreign(path):
-        return sum(1 for _ in parse_conversations(path, field=field))
-    try:
-        with path.open("rb") as file:
-            return sum(1 for line in file if line.strip())
-    except OSError as error:
-        raise InputError(f"{field}: {path} cannot be read ({error.strerror})") from error
-
-
-def _is_foreign(path: Path) -> bool:
-    """Whether the first row of a JSONL file has the keys of another project's shape."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        line = next((line for line in file if line.strip()), b"")
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except ValueError:
-        return False
-    return isinstance(record, dict) and not FOREIGN_KEYS.isdisjoint(record)
-
-
-def _conversation_rows(path: Path, field: str) -> list[Row]:
-    """Rows in shapes that prepare reads; none may be a reject, since training counts on all."""
-    rows: list[Row] = []
-    seen: dict[str, int] = {}
-    for line, found in parse_conversations(path, field=field):
-        where = f"{field}: line {line} of {path}"
-        if not isinstance(found, Conversation):
-            raise InputError(
-                f"{where} is rejected ({found.reason}): {found.detail}; mend the row, or let "
-                "dflow-train prepare leave such rows out"
-            )
-        if found.tools:
-            raise InputError(f"{where} has tools; let dflow-train prepare render them")
-        name = f"{where} (id {found.id!r})"
-        row = Row(found.id, found.family, found.messages, name, found.finished)
-        if not row.is_answered:
-            raise InputError(
-                f"{where} does not end with an answer; let dflow-train prepare have the target "
-                "write it"
-            )
-        if (earlier := seen.setdefault(row.id, line)) != line:
-            raise InputError(f"{where} has the id {row.id!r} of line {earlier}; give it its own")
-        rows.append(row)
-    if not rows:
-        raise InputError(f"{field}: {path} is empty; it needs at least one row")
-    return rows
+    return sum(1 for _ in raw_rows(path, field))
 
 
 def check_disjoint(
-    train: list[Row] | PreparedRows,
-    held_out: list[Row] | PreparedRows,
+    train: list[Conversation] | PreparedRows,
+    held_out: list[Conversation] | PreparedRows,
     encoder: Callable[[], ChatEncoder],
     field: str,
 ) -> None:
@@ -171,28 +121,32 @@ def check_disjoint(
         InputError: with how many they are.
     """
     if isinstance(train, list) and isinstance(held_out, list):
-        rows_of_files.check_disjoint(train, held_out, field)
+        asked = set(map(asked_hash, train))
+        repeated = [row.id for row in held_out if asked_hash(row) in asked]
+        if repeated:
+            raise InputError(
+                f"{field}: {len(repeated)} of {len(held_out)} prompts also stand in data.train, "
+                f"first {repeated[0]!r}; take them out of one of the two files"
+            )
         return
     if isinstance(train, PreparedRows) and isinstance(held_out, PreparedRows):
         shared = count_shared(train.folder, held_out.folder)
     else:
-        known = _prompt_digests(train, encoder)
+        known = set(_prompt_list(train, encoder))
         shared = sum(digest in known for digest in _prompt_list(held_out, encoder))
     if shared:
         raise InputError(
-            f"{field}: {shared} of {len(held_out)} prompts also stand in data.train; take them out "
-            "of one of the two sets"
+            f"{field}: {shared} of {len(held_out)} prompts also stand in data.train; "
+            "take them out of one of the two sets"
         )
 
 
-def _prompt_digests(rows: list[Row] | PreparedRows, encoder: Callable[[], ChatEncoder]) -> set:
-    return set(_prompt_list(rows, encoder))
-
-
-def _prompt_list(rows: list[Row] | PreparedRows, encoder: Callable[[], ChatEncoder]) -> list[bytes]:
+def _prompt_list(
+    rows: list[Conversation] | PreparedRows, encoder: Callable[[], ChatEncoder]
+) -> list[bytes]:
     """A digest of each prompt's tokens."""
     if isinstance(rows, list):
-        return [_digest(encoder().prompt(row.prompt)) for row in rows]
+        return [_digest(encoder().prompt(row.prompt, row.tools)) for row in rows]
     digests = []
     for number in range(len(rows)):
         tokens, loss_mask = rows.read(number)

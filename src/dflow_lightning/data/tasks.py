@@ -16,8 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from dflow_lightning.data.conversations import (
+    FAMILY,
+    RejectedError,
+    check_text,
+    load_record,
+    raw_rows,
+)
 from dflow_lightning.data.prompts import Prompt
-from dflow_lightning.data.rows import FAMILY
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.errors import InputError
 
@@ -26,7 +32,7 @@ SUBSET_SEED = 42  # of the subset that `limit` draws, as in the field's scripts
 STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n"
 
-Answer = Callable[[list[list[int]]], list[str]]
+AnswerPrompts = Callable[[list[list[int]]], list[str]]
 
 
 class TaskRow(NamedTuple):
@@ -94,7 +100,7 @@ def task_prompts(
     limit: int | None = None,
     suite_dir: Path | None = None,
     max_length: int | None = None,
-    answer: Answer | None = None,
+    answer: AnswerPrompts | None = None,
     field: str = "suite",
 ) -> TaskPrompts:
     """Prompts of several tasks.
@@ -152,23 +158,25 @@ def read_turns(
 ) -> list[TaskRow]:
     """Rows of a JSONL file, each with `turns` or, where `wording` is given, its task's fields."""
     rows: list[TaskRow] = []
-    for number, line in enumerate(_lines(path, field), start=1):
-        if not line.strip():
-            continue
+    for number, raw in raw_rows(path, field):
         where = f"{field}: line {number} of {path}"
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise TypeError("it is not a JSON object")
+            record = load_record(raw)
             turns = record["turns"] if "turns" in record or wording is None else wording(record)
-        except (ValueError, KeyError, TypeError) as error:
+            if not isinstance(turns, list) or not turns:
+                raise RejectedError("no turns", "its turns are not a list of messages")
+            for i, turn in enumerate(turns, start=1):
+                check_text(turn, f"turn {i}")
+        except (RejectedError, KeyError, TypeError) as error:
+            reason = str(error)
+            if isinstance(error, KeyError):
+                reason = f"it has no {error}"
+            elif isinstance(error, TypeError):  # from `wording`, which joins texts
+                reason = "turn 1 is not text"
             raise InputError(
-                f"{where} is no row of {family} ({type(error).__name__}: {error}); give turns, a "
-                "list of the user's messages"
+                f"{where} is no row of {family} ({reason}); give turns, a list of the user's "
+                "messages"
             ) from error
-        valid = isinstance(turns, list) and turns
-        if not valid or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-            raise InputError(f"{where} has no turns that are text; give a list of messages")
         name = record.get("family", family)
         if not isinstance(name, str) or not FAMILY.fullmatch(name):
             raise InputError(f"{where} has the family {name!r}; use letters, digits and _ . - only")
@@ -176,13 +184,6 @@ def read_turns(
     if not rows:
         raise InputError(f"{field}: {path} is empty; it needs at least one row")
     return rows
-
-
-def _lines(path: Path, field: str) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{field}: {path} cannot be read as UTF-8 text ({error})") from error
 
 
 def _hub_rows(name: str, task: Task, field: str) -> tuple[Iterable[Mapping[str, Any]], str]:
@@ -221,7 +222,7 @@ def conversation_prompts(
     encoder: ChatEncoder,
     *,
     max_length: int | None = None,
-    answer: Answer | None = None,
+    answer: AnswerPrompts | None = None,
 ) -> tuple[list[Prompt], dict[str, int]]:
     """A prompt a turn, the later ones behind the target's own answers; and what does not fit."""
     prompts: list[Prompt] = []

@@ -30,6 +30,12 @@ Message = Mapping[str, Any]
 ASSISTANT_TOKENS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
 # The fields of a message that hold free text, in whatever they nest.
 WRITTEN_BY_PEOPLE = ("content", "reasoning_content", "tool_calls")
+# Templates are other people's programs. They raise on purpose, and also fail in their own code, as
+# on a tool definition of another shape; neither may end a run over many rows.
+TEMPLATE_FAILURES = (
+    TemplateError, TypeError, AttributeError, ValueError, LookupError, ArithmeticError,
+    RecursionError,
+)  # fmt: skip
 PRIVATE_USE = range(0xE000, 0xF900)  # code points that stand in for text while a template runs
 
 
@@ -77,6 +83,12 @@ class ChatEncoder:
             raise InputError(
                 f"the tokenizer {name} has no chat template; use an instruction-tuned target or "
                 "add a chat_template.jinja to its folder"
+            )
+        named = tokenizer.chat_template
+        if isinstance(named, Mapping) and "default" not in named:
+            raise InputError(
+                f"the tokenizer has chat templates named {', '.join(named)} and none named "
+                "default; save the one to use as its chat_template"
             )
         self.tokenizer = tokenizer
         self.enable_thinking = enable_thinking
@@ -156,8 +168,7 @@ class ChatEncoder:
                 add_generation_prompt=answer_next,
                 enable_thinking=self.enable_thinking if thinking is None else thinking,
             )
-        except (TemplateError, TypeError, AttributeError) as error:
-            # Templates also fail in their own code, on a tool definition of another shape.
+        except TEMPLATE_FAILURES as error:
             raise InputError(f"the chat template refuses the conversation ({error})") from error
 
     def _answer_span(

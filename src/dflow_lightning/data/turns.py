@@ -13,11 +13,12 @@ of its own, which ends with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+from dflow_lightning.data.conversations import Conversation
 from dflow_lightning.data.template import ChatEncoder, EncodedRow, Message
 from dflow_lightning.errors import InputError
 
@@ -26,7 +27,7 @@ THINKING = ("<think>", "</think>")
 
 
 @dataclass(frozen=True)
-class Answer:
+class TargetAnswer:
     """What the target wrote: its tokens, the end token included where it ended by itself.
 
     `from_text`: the tokens are those of its text, which need not be those it chose.
@@ -55,11 +56,12 @@ def training_rows(
     messages: Sequence[Message],
     tools: Sequence[Any] = (),
     *,
-    answers: Mapping[int, Answer] | None = None,
+    answers: Mapping[int, TargetAnswer] | None = None,
     finished: bool = True,
     supervise: Supervise = "all_turns",
     supervise_thinking: bool = True,
     max_length: int | None = None,
+    unsupervised: Collection[int] = (),
 ) -> list[TurnRow]:
     """The rows of one conversation, in the order of their turns.
 
@@ -70,6 +72,7 @@ def training_rows(
         supervise: learn from every answer, or from the last one that fits.
         supervise_thinking: learn from the reasoning as well.
         max_length: longest row, in tokens; turns that end beyond it are left out.
+        unsupervised: indices of answers that are context only.
 
     Raises:
         InputError: the template does not fit the conversation, or its mask cannot be right.
@@ -78,6 +81,8 @@ def training_rows(
     rows: list[TurnRow] = []
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for number, turn in enumerate(turns, start=1):
+        if turn in unsupervised:
+            continue
         said, ended = messages[: turn + 1], finished or turn != turns[-1]
         one = _row(encoder, said, tools, answers.get(turn), ended, supervise_thinking)
         if max_length is not None and len(one.tokens.input_ids) > max_length:
@@ -93,13 +98,7 @@ def training_rows(
 
 
 def written_rows(
-    encoder: ChatEncoder,
-    identity: str,
-    messages: Sequence[Message],
-    tools: Sequence[Any] = (),
-    *,
-    finished: bool = True,
-    supervise: Supervise = "all_turns",
+    encoder: ChatEncoder, conversation: Conversation, supervise: Supervise = "all_turns"
 ) -> list[tuple[str, TurnRow]]:
     """The rows of a conversation that stands in a file, with their ids, as training reads them.
 
@@ -109,8 +108,16 @@ def written_rows(
     Raises:
         InputError: see `training_rows`.
     """
-    rows = training_rows(encoder, messages, tools, finished=finished, supervise=supervise)
-    return [(name, _closed(row)) for name, row in named(identity, with_anchors(rows) or rows)]
+    rows = training_rows(
+        encoder,
+        conversation.messages,
+        conversation.tools,
+        finished=conversation.finished,
+        supervise=supervise,
+        unsupervised=conversation.unsupervised,
+    )
+    rows = with_anchors(rows) or rows
+    return [(name, _closed(row)) for name, row in named(conversation.id, rows)]
 
 
 def with_anchors(rows: Sequence[TurnRow]) -> list[TurnRow]:
@@ -133,7 +140,7 @@ def _row(
     encoder: ChatEncoder,
     messages: Sequence[Message],
     tools: Sequence[Any],
-    answer: Answer | None,
+    answer: TargetAnswer | None,
     finished: bool,
     supervise_thinking: bool,
 ) -> TurnRow:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflow_lightning.commandline.json_output import JsonOutput
+from dflow_lightning.data.conversations import read_conversations
 from dflow_lightning.data.prompts import Prompt, make_prompts
-from dflow_lightning.data.rows import read_rows
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.decode import Completion, Request, SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
@@ -113,7 +113,7 @@ def read_requests(
     """The one prompt, or those of the file in its order; all of them are known to fit."""
     encoder = ChatEncoder(target.tokenizer, enable_thinking=thinking)
     if prompts is not None:
-        rows = read_rows(prompts, field="prompts", need_answer=False)
+        rows = read_conversations(prompts, field="prompts", need_answer=False, keep_repeats=True)
         requests = make_prompts(encoder, rows)
     else:
         messages = [{"role": "user", "content": prompt or ""}]

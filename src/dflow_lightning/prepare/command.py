@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflow_lightning.commandline.json_output import JsonOutput
+from dflow_lightning.data.conversations import open_source
 from dflow_lightning.data.prepared import is_prepared, read_manifest
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.tokenizer import (
@@ -22,12 +23,10 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.files import check_writable
 from dflow_lightning.models.device import choose_device
 from dflow_lightning.models.target import FrozenTarget
-from dflow_lightning.prepare.dialogue import Generator, Sampling
+from dflow_lightning.prepare.dialogue import AnswerSettings, Generator
 from dflow_lightning.prepare.from_engine import EngineGenerator
 from dflow_lightning.prepare.from_server import ServerGenerator, ServerOptions
-from dflow_lightning.prepare.rows import RowOptions, TooLong
-from dflow_lightning.prepare.run import Preparation
-from dflow_lightning.prepare.source import open_source
+from dflow_lightning.prepare.run import Preparation, RowOptions, TooLong
 from dflow_lightning.prepare.verify import report_on_policy
 from dflow_lightning.terminal import labelled
 
@@ -119,7 +118,7 @@ def prepare_command(
             max_length=max_length,
             too_long=too_long,
         )
-        sampling = Sampling(
+        sampling = AnswerSettings(
             temperature=temperature,
             top_p=top_p,
             max_new_tokens=max_new_tokens,

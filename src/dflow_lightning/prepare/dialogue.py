@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
-from dflow_lightning.data.shapes import Conversation
+from dflow_lightning.data.conversations import Conversation
 from dflow_lightning.data.template import ChatEncoder
-from dflow_lightning.data.turns import Answer
+from dflow_lightning.data.turns import TargetAnswer
 from dflow_lightning.errors import InputError
 
 SEED_BITS = 31  # servers take signed 32-bit seeds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class AnswerSettings:
     """How the target answers.
 
     Args:
@@ -88,12 +88,12 @@ class Dialogue:
         sample: int,
         conversation: Conversation,
         encoder: ChatEncoder,
-        sampling: Sampling,
+        sampling: AnswerSettings,
     ) -> None:
         self.line, self.sample, self.conversation = line, sample, conversation
         self._encoder, self._sampling = encoder, sampling
         self.messages: list[dict[str, Any]] = []
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, TargetAnswer] = {}
         self._ended = False
         self._read()
 
@@ -118,7 +118,7 @@ class Dialogue:
             self._seed(),
         )
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: TargetAnswer) -> None:
         """Take the answer to the last prompt."""
         self.answers[len(self.messages)] = answer
         ids = answer.token_ids[:-1] if answer.finished else answer.token_ids
@@ -140,7 +140,7 @@ class Dialogue:
             return ""
         return "tool" if self.answers[len(self.messages) - 1].finished else "unfinished"
 
-    def replay(self, answers: Sequence[Answer]) -> None:
+    def replay(self, answers: Sequence[TargetAnswer]) -> None:
         """Take answers that were written down."""
         for answer in answers:
             self.add(answer)
@@ -178,7 +178,7 @@ class Generator(Protocol):
         ...
 
     def run(self, dialogues: Any, done: Done, failed: Failed) -> None:
-        """Answer all dialogues of an iterator, many at a time, and report each when it has ended.
+        """Answer all dialogues, many at a time, and report each one when it has ended.
 
         Raises:
             InputError: nothing can be answered any more.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dflow_lightning.data.turns import Answer
+from dflow_lightning.data.turns import TargetAnswer
 from dflow_lightning.decode.engine import Engine
 from dflow_lightning.decode.request import Request
 from dflow_lightning.decode.state import Models
@@ -53,7 +53,7 @@ class EngineGenerator:
                         continue
                     dialogue = flying.pop(update.request_id)
                     finished = update.completion.finish_reason == "stop"
-                    dialogue.add(Answer(update.completion.token_ids, finished))
+                    dialogue.add(TargetAnswer(update.completion.token_ids, finished))
                     self._ask(dialogue, flying, done, failed)
         finally:  # interrupted: what is in flight is asked again by the next run
             for number in flying:

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from dflow_lightning.data.turns import Answer
+from dflow_lightning.data.turns import TargetAnswer
 from dflow_lightning.errors import InputError
 from dflow_lightning.prepare.dialogue import Ask, Dialogue, Done, Failed
 
@@ -182,7 +182,7 @@ class ServerGenerator:
         else:
             done(dialogue)
 
-    async def _ask(self, session: aiohttp.ClientSession, ask: Ask) -> Answer:
+    async def _ask(self, session: aiohttp.ClientSession, ask: Ask) -> TargetAnswer:
         """One answer, after as many tries as are allowed."""
         wait = self.options.first_wait
         for tries in range(self.options.retries + 1):
@@ -198,7 +198,7 @@ class ServerGenerator:
             wait *= 2
         raise AssertionError("the last try either returns or raises")
 
-    async def _try(self, session: aiohttp.ClientSession, url: str, ask: Ask) -> Answer:
+    async def _try(self, session: aiohttp.ClientSession, url: str, ask: Ask) -> TargetAnswer:
         body = {
             "model": self._model,
             "prompt": ask.prompt_ids,
@@ -240,7 +240,7 @@ class ServerGenerator:
             wait=float(waits) if waits.isdigit() else 0.0,
         )
 
-    def _read(self, url: str, ask: Ask, found: Any) -> Answer:
+    def _read(self, url: str, ask: Ask, found: Any) -> TargetAnswer:
         """The answer in a response, or what is wrong with it."""
         try:
             choice = found["choices"][0]
@@ -263,7 +263,7 @@ class ServerGenerator:
             ids = [*ids, self._end_id]
         if not ids:
             raise _BadAnswerError("the server's answer is empty")
-        return Answer(list(ids), reason == "stop", from_text)
+        return TargetAnswer(list(ids), reason == "stop", from_text)
 
     def _count_failure(self, error: Exception) -> None:
         self._failed_in_a_row += 1

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from dflow_lightning.data.shapes import Reject
-from dflow_lightning.data.turns import Answer
+from dflow_lightning.data.conversations import Reject
+from dflow_lightning.data.turns import TargetAnswer
 from dflow_lightning.errors import InputError
 
 COMMIT_SECONDS = 1.0
@@ -52,7 +52,7 @@ def difference(known: Mapping[str, Any], asked: Mapping[str, Any], where: str = 
     return ""
 
 
-class Journal:
+class AnswerJournal:
     """The database of one unfinished folder; only one process may hold it.
 
     Raises:
@@ -146,7 +146,7 @@ class Journal:
         reason, line, detail = self._one(query) or ("", 0, "")
         return count, reason, f"line {line}: {detail}"
 
-    def add(self, line: int, sample: int, answers: list[Answer]) -> None:
+    def add(self, line: int, sample: int, answers: list[TargetAnswer]) -> None:
         """Write the answers of one dialogue down."""
         ids = np.concatenate(
             [np.array(one.token_ids, np.int32) for one in answers] or [np.array([], np.int32)]
@@ -163,7 +163,7 @@ class Journal:
         query = "SELECT 1 FROM answers WHERE line = ? AND sample = ? AND error IS NULL"
         return self._one(query, line, sample) is not None
 
-    def answers(self, line: int, sample: int) -> list[Answer] | str | None:
+    def answers(self, line: int, sample: int) -> list[TargetAnswer] | str | None:
         """The answers of a dialogue in their order, its error, or None if it was never asked."""
         query = "SELECT ids, ends, error FROM answers WHERE line = ? AND sample = ?"
         found = self._one(query, line, sample)
@@ -171,7 +171,7 @@ class Journal:
             return None if found is None else found[2]
         ids, start, answers = np.frombuffer(found[0], np.int32).tolist(), 0, []
         for count, finished, from_text in json.loads(found[1]):
-            answers.append(Answer(ids[start : start + count], finished, from_text))
+            answers.append(TargetAnswer(ids[start : start + count], finished, from_text))
             start += count
         return answers
 

@@ -5,39 +5,75 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from dflow_lightning.data.conversations import ConversationReader, SeenIds
+from dflow_lightning.data.conversations import (
+    Conversation,
+    ConversationReader,
+    Reject,
+    SeenIds,
+    Source,
+    conversation_hash,
+    conversations,
+    prompt_hash,
+)
 from dflow_lightning.data.prepared import (
     REJECTS,
+    PreparedRow,
     PreparedWriter,
     finish,
     is_prepared,
     prompt_hashes,
     read_manifest,
 )
-from dflow_lightning.data.shapes import Reject
-from dflow_lightning.data.template import ChatEncoder
+from dflow_lightning.data.template import ASSISTANT_TOKENS, ChatEncoder, Message
+from dflow_lightning.data.turns import (
+    Supervise,
+    TargetAnswer,
+    TurnRow,
+    named,
+    num_anchors,
+    training_rows,
+    with_anchors,
+)
 from dflow_lightning.errors import InputError
 from dflow_lightning.files import staged_folder
-from dflow_lightning.prepare.dialogue import Dialogue, Generator, Sampling
-from dflow_lightning.prepare.journal import Journal, OtherSettingsError, difference
+from dflow_lightning.prepare.dialogue import AnswerSettings, Dialogue, Generator
+from dflow_lightning.prepare.journal import AnswerJournal, OtherSettingsError, difference
 from dflow_lightning.prepare.progress import PrepareProgress
-from dflow_lightning.prepare.rows import RowMaker, RowOptions, write_rows
-from dflow_lightning.prepare.source import (
-    Source,
-    conversation_hash,
-    conversations,
-    prompt_hash,
-)
 
 # Part of a prepared folder's identity. Raise it when the same source, target and settings give
 # other rows; tests/data/test_golden_rows.py holds this version's rows and fails when they change.
 ROWS_VERSION = 1
+
+
+TooLong = Literal["truncate", "reject"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """What becomes of an answered conversation.
+
+    Args:
+        supervise: learn from every answer, or from the last one.
+        supervise_thinking: learn from the reasoning as well.
+        max_length: longest row, in tokens.
+        too_long: end longer conversations at the last turn that fits, or reject them.
+    """
+
+    supervise: Supervise
+    supervise_thinking: bool
+    max_length: int
+    too_long: TooLong
+
+    def describe(self) -> dict[str, Any]:
+        """The settings by name."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +95,7 @@ class Preparation:
     stop_ids: tuple[int, ...]
     options: RowOptions
     generator: Generator | None
-    sampling: Sampling | None
+    sampling: AnswerSettings | None
     held_out: tuple[Path, ...]
     max_reject_share: float
     described: dict[str, Any]
@@ -115,12 +151,12 @@ class Preparation:
         """
         asked = self.asked()
         try:
-            opened = Journal(self.partial / "answers.sqlite", asked)
+            opened = AnswerJournal(self.partial / "answers.sqlite", asked)
         except OtherSettingsError:
             if not overwrite:
                 raise
             shutil.rmtree(self.partial)
-            opened = Journal(self.partial / "answers.sqlite", asked)
+            opened = AnswerJournal(self.partial / "answers.sqlite", asked)
         with closing(opened) as journal:
             try:
                 num_rows = self._scan(journal)
@@ -134,7 +170,7 @@ class Preparation:
         self._reader().rejects_path.unlink(missing_ok=True)  # they stand in the folder
         return manifest
 
-    def _scan(self, journal: Journal) -> int:
+    def _scan(self, journal: AnswerJournal) -> int:
         """Look all rows through before any is answered; returns how many there are."""
         if (known := journal.meta("num_rows")) is not None:
             return known
@@ -165,7 +201,7 @@ class Preparation:
         )
 
     def _answer(
-        self, generator: Generator, sampling: Sampling, journal: Journal, num_rows: int
+        self, generator: Generator, sampling: AnswerSettings, journal: AnswerJournal, num_rows: int
     ) -> None:
         """Let the target answer whatever has no answers yet."""
         total = journal.num_asked(num_rows) * self.samples
@@ -195,7 +231,7 @@ class Preparation:
         with progress:
             generator.run(self._dialogues(journal, sampling), done, failed)
 
-    def _dialogues(self, journal: Journal, sampling: Sampling) -> Iterator[Dialogue]:
+    def _dialogues(self, journal: AnswerJournal, sampling: AnswerSettings) -> Iterator[Dialogue]:
         for line, conversation in conversations(self.source):
             if journal.is_rejected(line):
                 continue
@@ -203,7 +239,7 @@ class Preparation:
                 if not journal.is_answered(line, sample):
                     yield Dialogue(line, sample, conversation, self.encoder, sampling)
 
-    def _write(self, journal: Journal, num_rows: int) -> dict[str, Any]:
+    def _write(self, journal: AnswerJournal, num_rows: int) -> dict[str, Any]:
         """The folder, from the journal alone: an interruption costs only this step."""
         maker = RowMaker(self.encoder, self.options, self.stop_ids)
         total = journal.num_asked(num_rows)
@@ -222,7 +258,7 @@ class Preparation:
             finish(folder, {"key": key_of(settings), **settings, "counts": counts}, files)
         return read_manifest(self.out)
 
-    def _check_rejects(self, journal: Journal, num_rows: int) -> None:
+    def _check_rejects(self, journal: AnswerJournal, num_rows: int) -> None:
         count, reason, first = journal.worst()
         if count > self.max_reject_share * num_rows:
             raise InputError(
@@ -256,3 +292,175 @@ def key_of(settings: dict[str, Any]) -> str:
     """One hash for all that a folder depends on."""
     text = json.dumps(settings, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+class RowMaker:
+    """Makes the rows of conversations and counts what becomes of them.
+
+    Args:
+        stop_ids: tokens that may end an answer.
+
+    Attributes:
+        counts: what is written into the manifest; cut conversations are those that end early.
+    """
+
+    def __init__(
+        self, encoder: ChatEncoder, options: RowOptions, stop_ids: tuple[int, ...]
+    ) -> None:
+        self.encoder, self.options = encoder, options
+        self._stop_ids = frozenset(stop_ids)
+        tokenizer = encoder.tokenizer
+        written = {tokenizer.get_vocab().get(text) for text in ASSISTANT_TOKENS}
+        self._special = frozenset(tokenizer.all_special_ids) - written
+        self._size = len(tokenizer)
+        names = ("rows", "tokens", "supervised_tokens", "anchors", "unfinished", "from_text")
+        self.counts = Counter(dict.fromkeys((*names, "without_anchors", "cut"), 0))
+
+    def rows(
+        self,
+        conversation: Conversation,
+        messages: list[dict[str, Any]],
+        answers: dict[int, TargetAnswer],
+        sample: str = "",
+        cut: str = "",
+    ) -> Iterator[PreparedRow] | Reject:
+        """The rows of one conversation, or why it has none; `counts` grows with the rows.
+
+        Args:
+            messages: the conversation as the target wrote it.
+            answers: its tokens, by the index of the message.
+            sample: added to the id.
+            cut: why the target wrote fewer answers than the conversation has room for.
+        """
+        try:
+            turns = self._turns(conversation, messages, answers)
+        except InputError as error:
+            return Reject("template", str(error))
+        context = _unsupervised(conversation, answers)
+        written = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        last = max((n for n, i in enumerate(written, start=1) if i not in context), default=0)
+        too_long = cut == "room" or not turns or turns[-1].turn < last
+        if not turns or (too_long and self.options.too_long == "reject"):
+            detail = f"it is longer than max_length {self.options.max_length}"
+            return Reject("too long", detail)
+        for one in turns:
+            if problem := self._problem(one.tokens.input_ids, one.tokens.loss_mask):
+                return Reject("token in an answer", problem)
+        learned = with_anchors(turns)
+        if not learned:
+            return Reject("no anchor", "its answers have no two supervised tokens in a row")
+        self.counts["without_anchors"] += len(turns) - len(learned)
+        self.counts["cut"] += too_long or bool(cut)
+        self.counts["from_text"] += any(one.from_text for one in answers.values())
+        return self._prepared(conversation, learned, sample)
+
+    def _turns(
+        self,
+        conversation: Conversation,
+        messages: Sequence[Message],
+        answers: dict[int, TargetAnswer],
+    ) -> list[TurnRow]:
+        return training_rows(
+            self.encoder,
+            messages,
+            conversation.tools,
+            answers=answers,
+            finished=conversation.finished,
+            supervise=self.options.supervise,
+            supervise_thinking=self.options.supervise_thinking,
+            max_length=self.options.max_length,
+            unsupervised=_unsupervised(conversation, answers),
+        )
+
+    def _problem(self, ids: list[int], mask: list[bool]) -> str:
+        """What a supervised token must not be: unknown, or special before the answer's end."""
+        last = len(ids) - 1
+        for i, (token, supervised) in enumerate(zip(ids, mask, strict=True)):
+            if not supervised:
+                continue
+            if token >= self._size:
+                return f"token {token} is none of the tokenizer's {self._size}, as a mask token is"
+            ends = i == last or not mask[i + 1]
+            if token in self._special and not (ends and token in self._stop_ids):
+                return f"{self.encoder.tokenizer.convert_ids_to_tokens(token)!r} stands inside it"
+        return ""
+
+    def _prepared(
+        self, conversation: Conversation, turns: list[TurnRow], sample: str
+    ) -> Iterator[PreparedRow]:
+        said = prompt_hash(conversation)
+        for name, one in named(f"{conversation.id}{sample}", turns):
+            ids, mask = one.tokens.input_ids, one.tokens.loss_mask
+            self.counts["rows"] += 1
+            self.counts["tokens"] += len(ids)
+            self.counts["supervised_tokens"] += sum(mask)
+            self.counts["anchors"] += num_anchors(mask)
+            self.counts["unfinished"] += not one.finished
+            yield PreparedRow(name, conversation.family, ids, mask, one.finished, said)
+
+
+def _unsupervised(
+    conversation: Conversation, answers: Mapping[int, TargetAnswer]
+) -> frozenset[int]:
+    """Answers that are context only: the file's weights speak of the file's own answers."""
+    return frozenset() if answers else conversation.unsupervised
+
+
+def write_rows(
+    source: Source,
+    journal: AnswerJournal,
+    maker: RowMaker,
+    writer: PreparedWriter,
+    sampling: AnswerSettings | None,
+    progress: PrepareProgress,
+) -> None:
+    """Write the rows of all conversations, in the order of the source.
+
+    Args:
+        journal: has the answers, and is told of the rejects.
+        sampling: how the answers were asked for; None takes those of the source.
+    """
+    journal.forget_late()
+    for line, conversation in conversations(source):
+        if journal.is_rejected(line):
+            continue
+        for sample in range(sampling.samples_per_prompt if sampling else 1):
+            if sampling is None:
+                found = _kept(maker, conversation)
+            else:
+                found = _answered(maker, conversation, journal, line, sample, sampling)
+            tokens = 0
+            if isinstance(found, Reject):
+                counted = found.reason != "no anchor"
+                journal.reject_late(line, sample, found, counted=counted)
+            else:
+                for row in found:
+                    tokens += len(row.input_ids)
+                    writer.write(row)
+            progress.count(tokens)
+
+
+def _kept(maker: RowMaker, conversation: Conversation) -> Iterator[PreparedRow] | Reject:
+    messages = conversation.messages
+    if all(message["role"] != "assistant" for message in messages):
+        return Reject("no answer", "it has no answer to keep; let the target answer, or drop it")
+    if not conversation.num_supervised:
+        return Reject("no answer", "every answer has the weight 0; let the target answer")
+    return maker.rows(conversation, messages, {})
+
+
+def _answered(
+    maker: RowMaker,
+    conversation: Conversation,
+    journal: AnswerJournal,
+    line: int,
+    sample: int,
+    sampling: AnswerSettings,
+) -> Iterator[PreparedRow] | Reject:
+    answers = journal.answers(line, sample)
+    if not isinstance(answers, list):
+        return Reject("not answered", answers or "it was never asked")
+    dialogue = Dialogue(line, sample, conversation, maker.encoder, sampling)
+    dialogue.replay(answers)
+    name = f"@{sample}" if sampling.samples_per_prompt > 1 else ""
+    return maker.rows(conversation, dialogue.messages, dialogue.answers, name, dialogue.cut)
