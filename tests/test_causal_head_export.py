@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from published_shapes import tensor_shapes
 from safetensors.torch import load_file
 from test_causal_head import wake
 from test_export import edit_json, edit_tensors
@@ -19,7 +20,7 @@ from dflow_lightning.export.validate import validate_export
 from dflow_lightning.export.validate_folder import Subject, checkpoint, engine_contract
 from dflow_lightning.export.write import export_drafter
 from dflow_lightning.formats.drafter_folder import load_export
-from dflow_lightning.formats.engine_contract import check_contract, tensor_shapes
+from dflow_lightning.formats.engine_contract import check_contract
 from dflow_lightning.models.causal_head import CausalHeadConfig
 from dflow_lightning.models.dims import DrafterConfig
 from dflow_lightning.models.relay import RelayConfig

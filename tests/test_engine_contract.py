@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from published_shapes import eagle3_shapes, tensor_shapes
 from safetensors.torch import load_file, save_file
 from test_export import edit_json, edit_tensors, rename
 
 from dflow_lightning.export.write import export_drafter
-from dflow_lightning.formats.engine_contract import ENGINES, check_contract, tensor_shapes
+from dflow_lightning.formats.engine_contract import ENGINES, check_contract, expected_shapes
 from dflow_lightning.models.dims import DrafterConfig, DrafterDims
 from dflow_lightning.models.drafter import Drafter
 
@@ -39,6 +40,22 @@ def test_the_drafter_has_just_these_tensors(tiny_target):
     )
     assert shapes == {name: list(t.shape) for name, t in drafter.state_dict().items()}
     assert len(shapes) == 58
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflow", "domino-dflow", "eagle3"])
+def test_expected_shapes_are_those_of_published_drafters(name):
+    """The program's list comes from its own modules, the other one was written by hand."""
+    config = json.loads((SHIPPED / name / CONFIG).read_text())
+    published = eagle3_shapes(config) if name == "eagle3" else tensor_shapes(config)
+    assert expected_shapes(config) == published
+
+
+def test_bytes_after_the_last_tensor_are_damage(tmp_path):
+    folder = Path(shutil.copytree(SHIPPED / "dflash", tmp_path / "dflash"))
+    with (folder / BODY).open("ab") as file:
+        file.write(b"more")
+    (problem,) = check_contract(folder)
+    assert "model.safetensors is damaged (" in problem
 
 
 def test_fused_parts_are_tensors_of_the_drafter():
@@ -83,9 +100,12 @@ FAULTS = {
     "no config": (lambda d: (d / CONFIG).unlink(), "no config.json"),
     "config a list": (lambda d: (d / CONFIG).write_text("[]"), "no config.json with a JSON object"),
     "no weights": (lambda d: (d / BODY).unlink(), "no safetensors file"),
-    "weights cut": (lambda d: (d / BODY).write_bytes((d / BODY).read_bytes()[:-9]), "header says"),
-    "no weights file": (lambda d: (d / BODY).write_bytes(b"pickle"), "missing or damaged"),
-    "index of a missing file": (write_index, "00001.safetensors is missing or damaged"),
+    "weights cut": (
+        lambda d: (d / BODY).write_bytes((d / BODY).read_bytes()[:-9]),
+        f"{BODY} is damaged (",
+    ),
+    "no weights file": (lambda d: (d / BODY).write_bytes(b"pickle"), f"{BODY} is damaged ("),
+    "index of a missing file": (write_index, "00001.safetensors is missing"),
     "index without a map": (
         lambda d: (d / "model.safetensors.index.json").write_text("{}"),
         "has no weight_map",

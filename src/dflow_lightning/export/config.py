@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from dflow_lightning.formats.drafter_folder import ARCHITECTURE, FORMAT_VERSION, LAYOUT, PROJECTOR
+from dflow_lightning.formats.config_keys import CAUSAL_HEAD, DFLASH_ARCHITECTURE
+from dflow_lightning.formats.drafter_folder import FORMAT_VERSION, LAYOUT
 from dflow_lightning.models.dims import HEAD, DrafterDims, LayerDims
 from dflow_lightning.models.relay import Relay
 from dflow_lightning.models.target import FrozenTarget
@@ -13,7 +14,7 @@ def drafter_config(
 ) -> dict[str, Any]:
     """config.json: what is written twice is read from different places by different engines."""
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [DFLASH_ARCHITECTURE],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "model_type": "qwen3",
         "block_size": dims.block_size,
@@ -44,7 +45,7 @@ def _head_config(dims: DrafterDims) -> dict[str, Any]:
     if dims.gru_hidden_dim is None:
         return {}
     sizes = {name: getattr(dims, name) for name in HEAD}
-    return {"projector_type": PROJECTOR, "shift_label": False, **sizes}
+    return {"projector_type": CAUSAL_HEAD, "shift_label": False, **sizes}
 
 
 def relay_config(relay: Relay, first_rejected: bool) -> dict[str, Any]:

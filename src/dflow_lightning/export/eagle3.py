@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dflow_lightning.export.card import DECODE, RECIPE, measured, told
 from dflow_lightning.export.config import layer_config
-from dflow_lightning.formats.drafter_folder import CHAIN, EAGLE3_ARCHITECTURE, FORMAT_VERSION
+from dflow_lightning.formats.config_keys import EAGLE3_ARCHITECTURE, EAGLE3_SECTION, EAGLE3_TAPS
+from dflow_lightning.formats.drafter_folder import CHAIN, FORMAT_VERSION
 from dflow_lightning.formats.tap_fingerprint import tapped_states
 from dflow_lightning.models.eagle3 import Eagle3Dims, Eagle3Drafter, Unroll
 from dflow_lightning.models.target import FrozenTarget
@@ -68,11 +69,8 @@ def eagle3_config(dims: Eagle3Dims, target: FrozenTarget, dtype: str) -> dict[st
         # Engines go by the architecture. The type only says how the file is read, and transformers
         # reads no Llama whose heads do not divide the hidden size, whatever its head_dim.
         "model_type": "qwen3" if dims.hidden_size % dims.num_attention_heads else "llama",
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": layer_ids,
-            "use_aux_hidden_state": True,
-        },
-        "eagle_aux_hidden_state_layer_ids": [index + 1 for index in layer_ids],
+        EAGLE3_SECTION: {EAGLE3_TAPS: layer_ids, "use_aux_hidden_state": True},
+        EAGLE3_TAPS: [index + 1 for index in layer_ids],
         "num_aux_hidden_states": len(layer_ids),
         "draft_vocab_size": None,
         **layer_config(dims, target, dtype),
@@ -96,7 +94,7 @@ def eagle3_card(config: dict[str, Any], recipe: dict[str, Any]) -> str:
         fingerprint=ours["target"]["fingerprint"][:16],
         num_draft_tokens=ours["num_draft_tokens"],
         block_size=ours["block_size"],
-        target_layer_ids=config["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
+        target_layer_ids=config[EAGLE3_SECTION][EAGLE3_TAPS],
         tau=measured(ours.get("training")),
         dtype=config["dtype"],
         recipe=RECIPE.format(recipe=told(recipe)) if recipe else "",

@@ -20,7 +20,8 @@ from dflow_lightning import files
 from dflow_lightning.errors import InputError
 from dflow_lightning.export.write import check_replaceable, export_drafter
 from dflow_lightning.formats import integrity
-from dflow_lightning.formats.drafter_folder import load_export, read_config
+from dflow_lightning.formats.drafter_folder import load_export
+from dflow_lightning.formats.relay_folder import read_config
 from dflow_lightning.models.drafter import Drafter
 from dflow_lightning.models.relay import Relay
 from dflow_lightning.models.target import FrozenTarget

@@ -5,12 +5,26 @@ word; whoever decodes with us learns of it here. Only safetensors and JSON are r
 `dflow-train export` wrote is also compared with what it recorded (`integrity.py`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflow_lightning.errors import InputError
 from dflow_lightning.formats import integrity
+from dflow_lightning.formats.config_keys import (
+    CAUSAL_HEAD,
+    DFLASH_ARCHITECTURE,
+    DFLASH_SECTION,
+    EAGLE3_ARCHITECTURE,
+    EAGLE3_SAME_MODEL,
+    EAGLE3_SECTION,
+    EAGLE3_TAPS,
+    SAME_MODEL,
+    SIZES,
+    TOP,
+    other_models,
+)
 from dflow_lightning.formats.relay_folder import load_relay, load_tensors, read_config
 from dflow_lightning.models.carryover import Carryover
 from dflow_lightning.models.dims import HEAD, DrafterDims, LayerDims, check_mask_token_id
@@ -20,32 +34,9 @@ from dflow_lightning.models.relay import Relay
 from dflow_lightning.models.target import FrozenTarget
 
 FORMAT_VERSION = 1
-ARCHITECTURE = "DFlashDraftModel"
 LAYOUT = "anchor_first"
-PROJECTOR = "domino"  # `projector_type` of a drafter with a causal head
 HEAD_PREFIX = "causal_head."  # of our names of its tensors; published ones begin without
-EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 CHAIN = "chain"  # the layout of drafts that are made one after the other
-# Keys of published files that would make a different model, and the only values we can follow.
-NEUTRAL = {
-    "is_causal": (False,),
-    "use_sliding_window": (False,),
-    "attention_bias": (False,),
-    "causal": (False,),
-    "use_swa": (False,),
-    "shift_label": (False,),
-    "sample_from_anchor": (False,),
-    "input_embedding_scale": (1.0,),
-    "output_multiplier": (1.0,),
-    "final_logit_softcapping": (0.0,),
-    "projector_type": (PROJECTOR,),
-}
-NEUTRAL_EAGLE3 = {
-    **dict.fromkeys(("attention_bias", "mlp_bias", "norm_before_residual"), (False,)),
-    **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "bias"), (False,)),
-    **dict.fromkeys(("logit_scale", "target_hidden_size", "sliding_window"), ()),
-    "use_aux_hidden_state": (True,),
-}
 
 
 @dataclass(frozen=True)
@@ -126,7 +117,7 @@ def load_carryover(carryover: Carryover, folder: Path, config: dict[str, Any]) -
 
 def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
     """The drafter's dimensions, from config.json alone."""
-    draft = config.get("dflash_config") or {}
+    draft = config.get(DFLASH_SECTION) or {}
     carryover = bool((config.get("dflow_config") or {}).get("carryover"))
     if carryover != (folder / "carryover").is_dir():
         raise InputError(
@@ -134,12 +125,14 @@ def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
             f"{'' if carryover else ' that its config.json does not know'}; export the drafter "
             "again"
         )
-    if config.get("architectures") != [ARCHITECTURE]:
+    if config.get("architectures") != [DFLASH_ARCHITECTURE]:
         raise InputError(
             f"drafter: {folder} has architectures {config.get('architectures')}; only "
-            f"{[ARCHITECTURE]} and {[EAGLE3_ARCHITECTURE]} can be decoded"
+            f"{[DFLASH_ARCHITECTURE]} and {[EAGLE3_ARCHITECTURE]} can be decoded"
         )
-    _check_neutral(NEUTRAL, (draft, config), folder)
+    # SGLang also serves causal heads whose slots are shifted, which we cannot decode.
+    supported = {**SAME_MODEL, "shift_label": False, "projector_type": CAUSAL_HEAD}
+    _check_same_model(supported, {DFLASH_SECTION: draft, TOP: config}, folder)
     kinds = set(config.get("layer_types") or ["full_attention"])
     if kinds != {"full_attention"}:
         raise InputError(
@@ -168,52 +161,44 @@ def eagle3_dims(config: dict[str, Any], folder: Path) -> Eagle3Dims:
 
     The number of drafts is ours alone to write: engines are told it on their command line.
     """
-    eagle = config.get("eagle_config")
+    eagle = config.get(EAGLE3_SECTION)
     if not isinstance(eagle, dict):
         raise InputError(f"drafter: {folder}/config.json lacks eagle_config; export it again")
-    _check_neutral(NEUTRAL_EAGLE3, (eagle, config), folder)
+    _check_same_model(EAGLE3_SAME_MODEL, {EAGLE3_SECTION: eagle, TOP: config}, folder)
     vocabularies = (None, config.get("vocab_size"))
     if config.get("draft_vocab_size") not in vocabularies:
         raise InputError(
             f"drafter: {folder} has a draft vocabulary of {config['draft_vocab_size']} tokens; "
             "only drafters over the whole vocabulary, with the target's head, can be decoded"
         )
-    key = "eagle_aux_hidden_state_layer_ids"
-    places = (config.get("dflow_config") or {}) | config | {"target_layer_ids": eagle.get(key)}
+    taps = eagle.get(EAGLE3_TAPS)
+    places = (config.get("dflow_config") or {}) | config | {"target_layer_ids": taps}
     dims = Eagle3Dims(**_numbers(config, places, folder))
-    if config.get(key) not in (None, [index + 1 for index in dims.target_layer_ids]):
+    if config.get(EAGLE3_TAPS) not in (None, [index + 1 for index in dims.target_layer_ids]):
         raise InputError(
-            f"drafter: {folder} has {key} {config[key]} at the top of config.json, where layers "
-            f"count one more than the {dims.target_layer_ids} in eagle_config; make them agree"
+            f"drafter: {folder} has {EAGLE3_TAPS} {config[EAGLE3_TAPS]} at the top of "
+            "config.json, where layers count one more than the "
+            f"{dims.target_layer_ids} in {EAGLE3_SECTION}; make them agree"
         )
     return dims
 
 
-def _check_neutral(
-    neutral: dict[str, tuple], places: tuple[dict[str, Any], ...], folder: Path
+def _check_same_model(
+    same: Mapping[str, Any], places: dict[str, dict[str, Any]], folder: Path
 ) -> None:
-    """Refuse keys that would make a different model than we follow."""
-    for key, allowed in neutral.items():
-        for place in places:
-            if place.get(key) is not None and place[key] not in allowed:
-                raise InputError(
-                    f"drafter: {folder} sets {key} to {place[key]}, which is not supported"
-                )
+    """Refuse keys that would make another model than we decode."""
+    for key, _, value in other_models(same, places):
+        raise InputError(f"drafter: {folder} sets {key} to {value}, which is not supported")
 
 
 def _numbers(config: dict[str, Any], places: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The numbers of `LayerDims` under their names in config.json."""
-    numbers = {
-        "num_layers": "num_hidden_layers",
-        **{key: key for key in ("hidden_size", "intermediate_size", "num_attention_heads")},
-        **{key: key for key in ("num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size")},
-        **{key: key for key in ("block_size", "target_layer_ids")},
-        **{key: key for key in ("num_target_layers", "max_position_embeddings")},
-    }
-    return {
+    """The numbers of `LayerDims`, most of which have the same name in config.json."""
+    same_name = (*SIZES, "rms_norm_eps", "block_size", "target_layer_ids")
+    numbers = {key: _need(places, key, folder) for key in same_name}
+    numbers["num_layers"] = numbers.pop("num_hidden_layers")
+    return numbers | {
         "rope_parameters": rope_from_config(config, folder),
         "initializer_range": config.get("initializer_range", 0.02),
-        **{ours: _need(places, theirs, folder) for ours, theirs in numbers.items()},
     }
 
 

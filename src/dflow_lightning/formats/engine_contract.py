@@ -10,67 +10,36 @@ safetensors files alone; nothing is loaded.
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
-DOMINO = "domino"
+import torch
+from safetensors import SafetensorError, safe_open
 
+from dflow_lightning.errors import InputError
+from dflow_lightning.formats.config_keys import (
+    CAUSAL_HEAD,
+    DFLASH_ARCHITECTURE,
+    DFLASH_SECTION,
+    EAGLE3_ARCHITECTURE,
+    EAGLE3_SAME_MODEL,
+    EAGLE3_SECTION,
+    EAGLE3_TAPS,
+    SAME_MODEL,
+    SIZES,
+    TOP,
+    other_models,
+)
+from dflow_lightning.formats.drafter_folder import HEAD_PREFIX
+from dflow_lightning.formats.relay_folder import STORED_DTYPES
+from dflow_lightning.models.dims import DrafterDims
+from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.eagle3 import AnyDrafter, Eagle3Dims, Eagle3Drafter
 
-NESTED = "dflash_config"
-
-
-EAGLE3_TAPS = "eagle_aux_hidden_state_layer_ids"
-
-
-HEAD_NAMES = [f"prefix_gru.weight_{part}_l0" for part in ("ih", "hh")]
-
-
-HEAD_NAMES += [f"embed_proj.{layer}.weight" for layer in (0, 2)]
-
-
-def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    """Name and shape of every tensor that config.json asks for: 3, 11 a layer, 4 a causal head."""
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    layer = {
-        **{"self_attn.q_proj": [query, hidden], "self_attn.o_proj": [hidden, query]},
-        **{"self_attn.k_proj": [key, hidden], "self_attn.v_proj": [key, hidden]},
-        **{"self_attn.q_norm": [head], "self_attn.k_norm": [head]},
-        **{"mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden]},
-        "mlp.down_proj": [hidden, inner],
-        **{"input_layernorm": [hidden], "post_attention_layernorm": [hidden]},
-    }
-    taps = len(config[NESTED]["target_layer_ids"])
-    shapes = {"fc": [hidden, taps * hidden], "hidden_norm": [hidden], "norm": [hidden]}
-    for index in range(config["num_hidden_layers"]):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    whole = {f"{name}.weight": shape for name, shape in shapes.items()}
-    if config[NESTED].get("projector_type") != DOMINO:
-        return whole
-    state, rank = config[NESTED]["gru_hidden_dim"], config[NESTED]["emb_dim"]
-    head = [[3 * state, hidden], [3 * state, state], [rank, hidden + state]]
-    return whole | dict(zip(HEAD_NAMES, [*head, [config["vocab_size"], rank]], strict=True))
-
-
-def eagle3_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    """The same for an EAGLE-3 drafter of one layer, whose head and embedding are the target's."""
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    taps = len(config["eagle_config"][EAGLE3_TAPS])
-    layer = {
-        **{"self_attn.q_proj": [query, 2 * hidden], "self_attn.o_proj": [hidden, query]},
-        **{"self_attn.k_proj": [key, 2 * hidden], "self_attn.v_proj": [key, 2 * hidden]},
-        **{"mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden]},
-        "mlp.down_proj": [hidden, inner],
-        **{"input_layernorm": [hidden], "post_attention_layernorm": [hidden]},
-        "hidden_norm": [hidden],
-    }
-    shapes = {"fc": [hidden, taps * hidden], "norm": [hidden]}
-    shapes |= {f"midlayer.{name}": shape for name, shape in layer.items()}
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
+BLOCK_TAPS = "target_layer_ids"
+HEAD_PARTS = ("prefix_gru.", "embed_proj.")  # how names of a causal head's tensors begin
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[str, list[int]]]:
@@ -107,24 +76,64 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _header(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """The file's own list of tensors: a length of 8 bytes, JSON, then the data without a gap."""
+    """Dtype and shape of a file's tensors, without reading them.
+
+    The library compares the file's length with that of all tensors: a file that was cut short, or
+    has bytes after its end, is damaged.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        tensors = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
-        end = 8 + length + max(entry["data_offsets"][1] for entry in header.values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error):
-        raise ValueError(f"{path} is missing or damaged") from None
-    if path.stat().st_size != end:
-        raise ValueError(f"{path} is {path.stat().st_size} bytes long; its header says {end}")
-    return tensors
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            slices = {name: file.get_slice(name) for name in names}
+            return {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is damaged ({error})") from None
 
 
-DTYPES = ("BF16", "F16", "F32")
-TOP = "config.json"
-EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
+def expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Name and shape of every tensor that config.json asks for: those of our own drafter.
+
+    Raises:
+        KeyError, TypeError, InputError: a size is missing or makes no drafter.
+    """
+    eagle3 = config.get("architectures") == [EAGLE3_ARCHITECTURE]
+    taps = config[EAGLE3_SECTION][EAGLE3_TAPS] if eagle3 else config[DFLASH_SECTION][BLOCK_TAPS]
+    draft = {} if eagle3 else config[DFLASH_SECTION]
+    sizes = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "head_dim": config["head_dim"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_key_value_heads": config["num_key_value_heads"],
+        "vocab_size": config["vocab_size"],
+    }
+    if draft.get("projector_type") == CAUSAL_HEAD:
+        sizes |= {"gru_hidden_dim": draft["gru_hidden_dim"], "emb_dim": draft["emb_dim"]}
+    for name, size in sizes.items():
+        if not _is_positive(size):
+            raise InputError(f"{name} is {size}; give a whole number above 0")
+    numbers = {
+        **sizes,
+        # Shapes depend on none of the rest, which may be at fault by itself.
+        "target_layer_ids": list(range(len(taps))),
+        "num_target_layers": len(taps) + 1,
+        "block_size": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.02,
+    }
+    drafter: AnyDrafter
+    with torch.device("meta"):
+        if eagle3:
+            drafter = Eagle3Drafter(Eagle3Dims(**numbers))
+        else:
+            drafter = Drafter(DrafterDims(mask_token_id=0, **numbers))
+    state = drafter.state_dict()
+    return {name.removeprefix(HEAD_PREFIX): list(part.shape) for name, part in state.items()}
 
 
 @dataclass(frozen=True)
@@ -171,15 +180,15 @@ SGLANG = EngineContract(
     engine="SGLang",
     version="0.5.23",
     source=("srt/models/dflash.py", "srt/speculative/{dflash,domino}_utils.py"),
-    architectures=("DFlashDraftModel",),
+    architectures=(DFLASH_ARCHITECTURE,),
     prefix="none; `model.` is accepted",
     fused=FUSED,
     unknown="skipped",
     missing="not noticed",
     own=(),
-    block_size=(NESTED, TOP),
-    target_layer_ids=(NESTED, TOP),
-    mask_token_id=(NESTED, TOP),
+    block_size=(DFLASH_SECTION, TOP),
+    target_layer_ids=(DFLASH_SECTION, TOP),
+    mask_token_id=(DFLASH_SECTION, TOP),
     num_draft_tokens="--speculative-num-draft-tokens, the block size: the anchor and its drafts",
     causal_head=(1,),
 )
@@ -190,34 +199,18 @@ VLLM = EngineContract(
         "model_executor/models/qwen3_dflash.py",
         "v1/worker/gpu/spec_decode/eagle/eagle3_utils.py",
     ),
-    architectures=("DFlashDraftModel",),
+    architectures=(DFLASH_ARCHITECTURE,),
     prefix="none; the loader puts `model.` before every name itself",
     fused=FUSED,
     unknown="refused",
     missing="not noticed",
     own=("embed_tokens.weight", "lm_head.weight"),
     block_size=(),
-    target_layer_ids=(NESTED, TOP),
-    mask_token_id=(NESTED, TOP),
+    target_layer_ids=(DFLASH_SECTION, TOP),
+    mask_token_id=(DFLASH_SECTION, TOP),
     num_draft_tokens="num_speculative_tokens, the drafts alone: block size less one",
 )
 ENGINES = (SGLANG, VLLM)
-
-SIZES = (
-    *("num_hidden_layers", "hidden_size", "intermediate_size", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings"),
-    "num_target_layers",
-)
-# Keys that make an engine compute something else than the drafter was trained with, and the value
-# with which they do not. Absent is fine too.
-NEUTRAL = {
-    **dict.fromkeys(("is_causal", "causal", "use_swa", "attention_bias"), False),
-    "sample_from_anchor": False,
-    "attention_value_scale": None,
-    "eagle_aux_hidden_state_layer_ids": None,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": 0.0,
-}
 
 
 def check_contract(folder: Path) -> list[str]:
@@ -229,7 +222,7 @@ def check_contract(folder: Path) -> list[str]:
     config = read_object(folder / TOP)
     if config is None:
         return [f"{folder} holds no config.json with a JSON object"]
-    draft = config.get(NESTED)
+    draft = config.get(DFLASH_SECTION)
     eagle3 = config.get("architectures") == [EAGLE3_ARCHITECTURE]
     if eagle3:
         problems = list(_check_eagle3(config))
@@ -244,8 +237,8 @@ def check_contract(folder: Path) -> list[str]:
     except ValueError as error:
         return [*problems, str(error)]
     try:
-        expected = eagle3_shapes(config) if eagle3 else tensor_shapes(config)
-    except (KeyError, TypeError):
+        expected = expected_shapes(config)
+    except (KeyError, TypeError, InputError):
         return problems  # they say which size or list is missing
     return [*problems, *_check_tensors(stored, expected)]
 
@@ -269,13 +262,12 @@ def _check_config(config: dict[str, Any], draft: dict[str, Any]) -> Iterator[str
             f"layer_types is {kinds}; give full_attention once a layer, engines make sliding ones "
             "causal"
         )
-    for key, neutral in NEUTRAL.items():
-        for place, values in ((TOP, config), (NESTED, draft)):
-            if values.get(key) not in (None, neutral):
-                yield (
-                    f"{key} is {values[key]} in {place}; with it an engine drafts otherwise than "
-                    "in training"
-                )
+    yield from _check_same_model(SAME_MODEL, {TOP: config, DFLASH_SECTION: draft})
+
+
+def _check_same_model(same: Mapping[str, Any], places: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for key, place, value in other_models(same, places):
+        yield f"{key} is {value} in {place}; with it an engine drafts otherwise than in training"
 
 
 def _check_block(config: dict[str, Any], draft: dict[str, Any]) -> Iterator[str]:
@@ -308,7 +300,7 @@ def _check_block(config: dict[str, Any], draft: dict[str, Any]) -> Iterator[str]
 
 def engines_of(draft: dict[str, Any]) -> tuple[EngineContract, ...]:
     """The engines that can draft with a folder of this `dflash_config`."""
-    if draft.get("projector_type") != DOMINO:
+    if draft.get("projector_type") != CAUSAL_HEAD:
         return ENGINES
     return tuple(engine for engine in ENGINES if engine.causal_head)
 
@@ -319,14 +311,14 @@ def _check_head(draft: dict[str, Any]) -> Iterator[str]:
         if shifted:
             yield f"shift_label is {shifted}, but only a drafter with a causal head has it"
         return
-    if kind != DOMINO:
-        yield f"projector_type is {kind}; give {DOMINO} for a causal head, or leave it out"
+    if kind != CAUSAL_HEAD:
+        yield f"projector_type is {kind}; give {CAUSAL_HEAD} for a causal head, or leave it out"
         return
     if type(shifted) is not bool:
         yield f"shift_label is {shifted}; with a causal head SGLang asks for true or false"
     for key in ("gru_hidden_dim", "emb_dim"):
         if not _is_positive(draft.get(key)):
-            yield f"{key} is {draft.get(key)} in {NESTED}; give a whole number above 0"
+            yield f"{key} is {draft.get(key)} in {DFLASH_SECTION}; give a whole number above 0"
     prefix = draft.get("pure_draft_prefix_len")
     for engine in engines_of(draft):
         if prefix not in engine.causal_head:
@@ -361,7 +353,7 @@ def _check_eagle3(config: dict[str, Any]) -> Iterator[str]:
         )
     if config.get("tie_word_embeddings") is not False:
         yield "tie_word_embeddings is not false; SGLang would make the drafter's embedding its head"
-    taps = (config.get("eagle_config") or {}).get(EAGLE3_TAPS)
+    taps = (config.get(EAGLE3_SECTION) or {}).get(EAGLE3_TAPS)
     depth = config.get("num_target_layers")
     if not isinstance(taps, list) or not taps:
         yield f"eagle_config lacks {EAGLE3_TAPS}; SGLang would tap other layers"
@@ -375,9 +367,8 @@ def _check_eagle3(config: dict[str, Any]) -> Iterator[str]:
             f"{EAGLE3_TAPS} is {config.get(EAGLE3_TAPS)} at the top of config.json; vLLM counts "
             f"one more than the {taps} that SGLang reads in eagle_config"
         )
-    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "mlp_bias"):
-        if config.get(key):
-            yield f"{key} is {config[key]}; with it an engine drafts otherwise than in training"
+    eagle = config.get(EAGLE3_SECTION) or {}
+    yield from _check_same_model(EAGLE3_SAME_MODEL, {TOP: config, EAGLE3_SECTION: eagle})
     yield from _check_rope(config)
 
 
@@ -413,14 +404,14 @@ def _check_tensors(
     given = {part for parts in fused.values() for part in parts}
     if missing := sorted(expected.keys() - stored.keys() - given):
         rules = " and ".join(f"{engine.missing} by {engine.engine}" for engine in ENGINES)
-        rules = "refused by SGLang" if missing[0] in HEAD_NAMES else rules
+        rules = "refused by SGLang" if missing[0].startswith(HEAD_PARTS) else rules
         yield f"{_some(missing)} is missing: {rules}"
     for name in sorted(stored.keys() & expected.keys()):
         dtype, shape = stored[name]
         if shape != expected[name]:
             yield f"{name} has shape {shape}; config.json asks for {expected[name]}"
-        if dtype not in DTYPES:
-            yield f"{name} is stored as {dtype}; give one of {', '.join(DTYPES)}"
+        if dtype not in STORED_DTYPES:
+            yield f"{name} is stored as {dtype}; give one of {', '.join(STORED_DTYPES)}"
 
 
 def _some(names: list[str]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.relay import TERMS, Relay
 
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def load_tensors(part: nn.Module, path: Path, dtype: str | None, *, inner: str =
             for name in sorted(names):
                 stored = file.get_slice(name)
                 _check_tensor(name, stored.get_shape(), list(expected[name].shape), path)
-                kind = DTYPES.get(stored.get_dtype())
+                kind = STORED_DTYPES.get(stored.get_dtype())
                 if kind is None or (dtype and kind != dtype):
                     raise InputError(
                         f"drafter: tensor {name} of {path} is {kind or stored.get_dtype()}, not "
