@@ -1,10 +1,12 @@
 """`dflow-train plan`: what a recipe needs, before any GPU time is spent.
 
-Parameters, memory by part (`plan_memory`), tokens, work and hours, steps and disk; `--measure` runs
-two steps and puts what they took beside it (`plan_measure`).
+Parameters, memory by part (`memory.py`, `eagle3.py`), tokens, work (`work.py`) and hours, steps and
+disk; `--measure` runs two steps and prints what they took beside the prediction (`measure.py`).
 """
 
 import math
+import os
+import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -28,27 +30,44 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.models.causal_head import CausalHeadConfig
 from dflow_lightning.models.dims import DrafterConfig, DrafterDims
 from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.eagle3 import Eagle3Config, Eagle3Dims, Eagle3Drafter
 from dflow_lightning.models.relay import RelayConfig
 from dflow_lightning.models.target import UNREADABLE, FrozenTarget
+from dflow_lightning.plan.eagle3 import Eagle3Plan
 from dflow_lightning.plan.memory import GIB, PRECISIONS, RESERVE, Plan, Sharding, amount, count
-from dflow_lightning.plan.work import Work
+from dflow_lightning.plan.work import work_of
 from dflow_lightning.prepare.verify import read_on_policy
-from dflow_lightning.run.fit import INTERPOLATION, METHOD_HELP, SECTIONS, RunParser, method_of
+from dflow_lightning.run.fit import (
+    INTERPOLATION,
+    METHOD_HELP,
+    MODULES,
+    RunParser,
+    method_of,
+    sections,
+)
 from dflow_lightning.training.base import BLOCK, Method
-from dflow_lightning.training.module import DrafterModule
 
 GPUS = "Processes with one GPU each; by default trainer.devices, 1 where that is no number."
 TARGET_CONFIG = "The target's config.json or its folder, where the target is not at hand."
-TFLOPS = (
-    "Work that one GPU gets done, TFLOP/s, for the hours; 40 % of the peak is usual: 125 for an "
-    "A800 or A100, 400 for an H100 or H200."
+GPU_MEMORY = (
+    "GiB of one GPU, 80 by default; with trainer.accelerator cpu of this machine, by default what "
+    "it has."
 )
+TFLOPS = (
+    "Work that one GPU gets done, TFLOP/s, for the hours; 40 % of the peak is usual: 125 (the "
+    "default) for an A800 or A100, 400 for an H100 or H200. With trainer.accelerator cpu that of "
+    "this CPU, by default measured with a product of matrices."
+)
+A100_MEMORY, A100_TFLOPS = 80.0, 125.0
+CPU_SHARE = 0.4  # of the rate of one large product that a whole step reaches
 MEASURE = "Run two steps on the recipe's own shapes, on one device, and print what they took."
 
 
 def run(args: Sequence[str]) -> int:
     """Print parameters, memory, work, steps and disk of a recipe; refuse what cannot fit."""
     recipe = parse(args)
+    if recipe.measure and recipe.method != BLOCK:
+        raise InputError(f"measure: it runs block drafters only; leave it out with {recipe.method}")
     result_json = JsonOutput(recipe.json)
     plan = make_plan(recipe)
     result_json.write(numbers(plan))
@@ -91,21 +110,22 @@ def parse(args: Sequence[str]) -> Any:
     """The merged recipe, read and checked as `fit` does, and the options of this command.
 
     Raises:
-        InputError: the recipe is of a method that is not planned for.
+        InputError: an option or a key of the recipe is unknown or has a wrong value.
     """
-    if (method := method_of(args)) != BLOCK:
-        raise InputError(f"method is {method}; plan and doctor know block drafters only, see fit")
+    method = method_of(args)
     parser = RunParser(prog="dflow-train plan", **INTERPOLATION)  # type: ignore[arg-type]
     parser.add_argument("-c", "--config", action=ActionConfigFile, help="A recipe, then overlays.")
     parser.add_argument("--gpus", type=int | None, default=None, help=GPUS)
-    parser.add_argument("--gpu_memory", type=float, default=80.0, help="GiB of one GPU.")
+    parser.add_argument("--gpu_memory", type=float | None, default=None, help=GPU_MEMORY)
     parser.add_argument("--target_config", type=str | None, default=None, help=TARGET_CONFIG)
     parser.add_argument("--rows", type=int | None, default=None, help="Of data.train, if not here.")
-    parser.add_argument("--gpu_tflops", type=float, default=125.0, help=TFLOPS)
+    parser.add_argument("--gpu_tflops", type=float | None, default=None, help=TFLOPS)
     parser.add_argument("--measure", type=bool, default=False, help=MEASURE)
     parser.add_argument("--json", type=Path | None, default=None, help=JSON_HELP)
-    sections: dict[str, Any] = {"model": DrafterModule, "data": ChatDataModule, "trainer": Trainer}
-    for section, kind in (sections | SECTIONS).items():
+    parts: dict[str, Any] = {
+        "model": MODULES[method], "data": ChatDataModule, "trainer": Trainer
+    }  # fmt: skip
+    for section, kind in (parts | sections(method)).items():
         parser.add_lightning_class_args(kind, section)
     parser.add_argument("--method", type=Method, default=BLOCK, help=METHOD_HELP)
     for name in ("seed_everything", "run_dir", "ckpt_path", "quiet"):
@@ -113,12 +133,35 @@ def parse(args: Sequence[str]) -> Any:
     parser.link_arguments("model.target.path", "data.tokenizer")
     flags = {"--measure": bool, "--json": Path | None}
     recipe = parser.parse_args(with_bases(spell_out(flags, args)))
+    on_cpu = recipe.trainer.accelerator == "cpu"
     for name, unit in (("gpu_memory", "GiB"), ("gpu_tflops", "TFLOP/s")):
-        if getattr(recipe, name) <= 0:
-            raise InputError(f"{name} is {getattr(recipe, name):g}; give the {unit} of one GPU")
+        given = getattr(recipe, name)
+        if given is not None and given <= 0:
+            raise InputError(f"{name} is {given:g}; give the {unit} of one GPU")
+    if recipe.gpu_memory is None:
+        recipe.gpu_memory = machine_memory() if on_cpu else A100_MEMORY
+    if recipe.gpu_tflops is None:
+        recipe.gpu_tflops = cpu_tflops() if on_cpu else A100_TFLOPS
     if recipe.rows is not None and recipe.rows < 1:
         raise InputError(f"rows is {recipe.rows}; give the number of rows of data.train")
     return recipe
+
+
+def machine_memory() -> float:
+    """GiB of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+
+
+def cpu_tflops() -> float:
+    """What this CPU gets done in float32 in a training step, from a product of two matrices."""
+    size = 1024
+    left, right = torch.rand(size, size), torch.rand(size, size)
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        left @ right
+        seconds.append(time.perf_counter() - began)
+    return CPU_SHARE * 2 * size**3 / min(seconds) / 1e12
 
 
 def make_plan(recipe: Any) -> Plan:
@@ -136,6 +179,16 @@ def make_plan(recipe: Any) -> Plan:
     if gpus < 1:
         raise InputError(f"gpus is {gpus}; give 1 or more")
     target = empty_target(model.target.path, recipe.target_config)
+    settings = {
+        "sharding": sharding_of(trainer.strategy),
+        "recompute": model.gradient_checkpointing,
+        "shard_target": bool(getattr(model.target, "shard", False)),
+    }
+    if recipe.method == "eagle3":
+        eagle3 = Eagle3Dims.resolve(Eagle3Config(**model.drafter.as_dict()), target)
+        with torch.device("meta"):
+            layer = Eagle3Drafter(eagle3)
+        return Eagle3Plan(recipe, target, layer, None, gpus, recipe.data.batch_size, **settings)
     dims = DrafterDims.resolve(
         with_mask(DrafterConfig(**model.drafter.as_dict()), target),
         target,
@@ -145,12 +198,7 @@ def make_plan(recipe: Any) -> Plan:
     with torch.device("meta"):
         drafter = Drafter(dims)
         built = relay.build(dims.hidden_size, dims.rms_norm_eps) if relay.enabled else None
-    return Plan(
-        recipe, target, drafter, built, gpus, recipe.data.batch_size,
-        sharding=sharding_of(trainer.strategy),
-        recompute=model.gradient_checkpointing,
-        shard_target=bool(getattr(model.target, "shard", False)),
-    )  # fmt: skip
+    return Plan(recipe, target, drafter, built, gpus, recipe.data.batch_size, **settings)
 
 
 def sharding_of(strategy: Any) -> Sharding:
@@ -203,11 +251,14 @@ def counts(plan: Plan) -> list[str]:
 
 def memory_table(plan: Plan, gpu_memory: float) -> list[str]:
     """Memory by part against what a GPU has."""
-    parts = plan.memory() | {"kept free (CUDA, NCCL, fragments)": int(gpu_memory * RESERVE * GIB)}
+    free = "kept free" if plan.on_cpu else "kept free (CUDA, NCCL, fragments)"
+    parts = plan.memory() | {free: int(gpu_memory * RESERVE * GIB)}
+    where, of = ("process", f"{gpu_memory:.1f} of this machine") if plan.on_cpu else (
+        "GPU", f"{gpu_memory:g}")  # fmt: skip
     return [
-        "memory per GPU, GiB, at the longest rows (predicted, not measured)",
+        f"memory per {where}, GiB, at the longest rows (predicted, not measured)",
         *(f"  {part:<56}{amount(size / GIB):>18}" for part, size in parts.items()),
-        f"  {f'total, of {gpu_memory:g}':<56}{sum(parts.values()) / GIB:>18.2f}",
+        f"  {f'total, of {of}':<56}{sum(parts.values()) / GIB:>18.2f}",
         *([f"  {'CPU memory of all processes':<56}{plan.cpu_memory / GIB:>18.2f}"]
           if plan.cpu_memory else []),
     ]  # fmt: skip
@@ -218,11 +269,14 @@ def work(plan: Plan) -> list[str]:
     accumulate = plan.recipe.trainer.accumulate_grad_batches
     rows = plan.gpus * plan.rows * accumulate
     clean, verified = rows * plan.recipe.data.max_length, rows * plan.verified
-    found = Work(plan)
+    found = work_of(plan)
+    processes = ("process" if plan.gpus == 1 else "processes") if plan.on_cpu else "GPUs"
     shares = ", ".join(f"{k} {100 * v / found.row:.0f}%" for k, v in found.parts().items())
     return [
-        f"step     {rows} rows: {plan.gpus} GPUs x {plan.rows} x {accumulate} accumulated",
-        f"  target   up to {clean:,} tokens, with rollouts {clean + verified:,}",
+        f"step     {rows} rows: {plan.gpus} {processes} x {plan.rows} x {accumulate} accumulated",
+        f"  target   up to {clean:,} tokens"
+        + (f", with rollouts {clean + verified:,}" if plan.rolls_out else "")
+        + (f", {plan.target_dtype}" if plan.recipe.model.target.dtype == "auto" else ""),
         f"  drafter  {rows * plan.slots:,} slots",
         f"  work     {amount(rows * found.row / 1e15)} PFLOP: {shares}",
     ]
@@ -231,7 +285,7 @@ def work(plan: Plan) -> list[str]:
 def step_seconds(plan: Plan) -> float:
     """Time of an optimizer step at `gpu_tflops`, with rows of `max_length`."""
     rows = plan.rows * plan.recipe.trainer.accumulate_grad_batches
-    return rows * Work(plan).row / (plan.recipe.gpu_tflops * 1e12)
+    return rows * work_of(plan).row / (plan.recipe.gpu_tflops * 1e12)
 
 
 def hours(plan: Plan) -> list[str]:
@@ -244,7 +298,9 @@ def hours(plan: Plan) -> list[str]:
         length = f"at most {amount(total * each / 3600, 1)}"
     return [
         f"hours    {length}, {amount(each)} s a step,",
-        f"           at {plan.recipe.gpu_tflops:g} TFLOP/s a GPU (--gpu_tflops)",
+        f"           at {amount(plan.recipe.gpu_tflops)} TFLOP/s on this CPU (--gpu_tflops)"
+        if plan.on_cpu
+        else f"           at {plan.recipe.gpu_tflops:g} TFLOP/s a GPU (--gpu_tflops)",
     ]
 
 

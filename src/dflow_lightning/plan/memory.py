@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.models.drafter import Drafter
 from dflow_lightning.models.relay import Relay
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.tensors.attention import choose
@@ -97,7 +96,7 @@ class Plan:
 
     recipe: Any
     target: FrozenTarget
-    drafter: Drafter
+    drafter: Any  # Drafter, or Eagle3Drafter in an Eagle3Plan
     relay: Relay | None
     gpus: int
     rows: int
@@ -116,10 +115,25 @@ class Plan:
         return PRECISIONS[self.recipe.trainer.precision]
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the run is on this machine's CPU."""
+        return bool(self.recipe.trainer.accelerator == "cpu")
+
+    @property
+    def rolls_out(self) -> bool:
+        """Whether blocks are rolled out."""
+        return bool(self.rolled_slots)
+
+    @property
+    def target_dtype(self) -> str:
+        """The target's dtype; `auto` is float32 on a CPU, whatever the precision, else bfloat16."""
+        given = str(self.recipe.model.target.dtype)
+        return ("float32" if self.on_cpu else "bfloat16") if given == "auto" else given
+
+    @property
     def target_bytes(self) -> int:
-        """Bytes per number of the target; `auto` is bfloat16 but on a CPU."""
-        dtype, on_cpu = self.recipe.model.target.dtype, self.recipe.trainer.accelerator == "cpu"
-        return 4 if dtype == "float32" or (dtype == "auto" and on_cpu) else 2
+        """Bytes per number of the target."""
+        return 4 if self.target_dtype == "float32" else 2
 
     @property
     def rolled_slots(self) -> int:
@@ -168,8 +182,8 @@ class Plan:
         return {
             "target weights" + f", layers 1/{self.gpus}" * self.shard_target: target,
             **self.trained_state(),
-            "clean features, relay rows": self.features(),
-            "target KV, clean and verified": self.target_cache(),
+            "clean features" + ", relay rows" * bool(self.relay_slots): self.features(),
+            "target KV, clean" + " and verified" * bool(self.rolled_slots): self.target_cache(),
             "drafter activations" + ", recomputed" * self.recompute: sum(
                 self.activation_parts().values()
             ),

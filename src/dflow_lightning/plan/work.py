@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dflow_lightning.plan.eagle3 import Eagle3Plan
 from dflow_lightning.plan.memory import Plan, count
 
 
@@ -97,3 +98,32 @@ class Work:
         dims = self.plan.drafter.dims
         predicted = slots * (dims.block_size - 1) / dims.block_size
         return times * predicted * dims.vocab_size * dims.hidden_size
+
+
+class Eagle3Work(Work):
+    """What one row of an EAGLE-3 recipe costs: its scores are products with all keys of the row."""
+
+    def parts(self) -> dict[str, float]:
+        """FLOP of one row by part."""
+        plan = self.plan
+        assert isinstance(plan, Eagle3Plan)
+        dims, length = plan.drafter.dims, plan.recipe.data.max_length
+        backward = 3 + plan.recompute
+        attention = plan.drafter.midlayer.self_attn
+        keys = matrices(attention.k_proj) + matrices(attention.v_proj)
+        # Context keys and the projection are made once a row; recomputation does not touch them.
+        once = 3 * 2 * length * (keys + matrices(plan.drafter.fc))
+        heads = dims.num_attention_heads * dims.head_dim
+        scores = 4 * heads * (length + (plan.steps + 1) / 2)
+        slots = plan.slots * backward * (2 * matrices(plan.drafter.midlayer) + scores)
+        return {
+            "target": self._target(length, length / 2),
+            "train": once + slots,
+            # Logits of both and the gradient of the drafter's.
+            "head": 6 * plan.slots * dims.vocab_size * dims.hidden_size,
+        }
+
+
+def work_of(plan: Plan) -> Work:
+    """The work of a plan's method."""
+    return Eagle3Work(plan) if isinstance(plan, Eagle3Plan) else Work(plan)
