@@ -372,7 +372,7 @@ def test_steps_are_the_loaders(tmp_path: Path, tiny_target_dir: Path, accumulate
 
 
 def test_hours_are_work_over_rate(configs: dict[str, Path]) -> None:
-    options = ("--gpus", 8, "--rows", 80000, "--gpu_tflops", 100)
+    options = ("--gpus", 8, "--rows", 80000, "--gpu_tflops", 100, "--data.pack=false")
     plan = of_recipe(configs, "8b", *options)
     seconds = 32 * Work(plan).row / (8 * 100e12)
     assert (
