@@ -82,4 +82,4 @@ def export_command(
     text = result_json.text
     print(labelled("", f"exported to {out}: {summary}", text), file=text)
     if register:  # last: the export is good whatever becomes of its record
-        register_export(saved, out, register_as, paper=text)
+        register_export(saved, out, register_as, stream=text)

@@ -1,10 +1,23 @@
-"""config.json of an export and of the folders in it."""
+"""config.json of an export and of the folders in it.
+
+What is written twice is read from different places by different engines. Folders have the layout of
+published drafters: DFlash's under the architecture `DFlashDraftModel`, EAGLE-3's under
+`LlamaForCausalLMEagle3`, where SGLang and vLLM take embedding and head from the target if the file
+has none and `draft_vocab_size` is null.
+"""
 
 from typing import Any
 
-from dflow_lightning.formats.config_keys import CAUSAL_HEAD, DFLASH_ARCHITECTURE
-from dflow_lightning.formats.drafter_folder import FORMAT_VERSION, LAYOUT
+from dflow_lightning.formats.config_keys import (
+    CAUSAL_HEAD,
+    DFLASH_ARCHITECTURE,
+    EAGLE3_ARCHITECTURE,
+    EAGLE3_SECTION,
+    EAGLE3_TAPS,
+)
+from dflow_lightning.formats.drafter_folder import CHAIN, FORMAT_VERSION, LAYOUT
 from dflow_lightning.models.dims import HEAD, DrafterDims, LayerDims
+from dflow_lightning.models.eagle3 import Eagle3Dims
 from dflow_lightning.models.relay import Relay
 from dflow_lightning.models.target import FrozenTarget
 
@@ -12,7 +25,7 @@ from dflow_lightning.models.target import FrozenTarget
 def drafter_config(
     dims: DrafterDims, relay: Relay | None, target: FrozenTarget, first_rejected: bool, dtype: str
 ) -> dict[str, Any]:
-    """config.json: what is written twice is read from different places by different engines."""
+    """config.json of a block drafter, with or without a causal head."""
     return {
         "architectures": [DFLASH_ARCHITECTURE],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
@@ -66,7 +79,7 @@ def carryover_config(first_rejected: bool) -> dict[str, Any]:
 
 
 def layer_config(dims: LayerDims, target: FrozenTarget, dtype: str) -> dict[str, Any]:
-    """What every kind of drafter says about its layers."""
+    """The layers of either kind of drafter, under the keys of Qwen3 and Llama."""
     kind = dims.rope_parameters.get("rope_type", "default")
     rope = {"rope_type": "default", "rope_theta": dims.rope_parameters["rope_theta"]}
     if kind != "default":
@@ -94,4 +107,29 @@ def layer_config(dims: LayerDims, target: FrozenTarget, dtype: str) -> dict[str,
         "eos_token_id": getattr(target.config, "eos_token_id", None),
         "dtype": dtype,
         "torch_dtype": dtype,
+    }
+
+
+def eagle3_config(dims: Eagle3Dims, target: FrozenTarget, dtype: str) -> dict[str, Any]:
+    """config.json of an EAGLE-3 drafter whose head and embedding are the target's."""
+    layer_ids = list(dims.target_layer_ids)
+    return {
+        "architectures": [EAGLE3_ARCHITECTURE],
+        # Engines go by the architecture. The type only says how the file is read, and transformers
+        # reads no Llama whose heads do not divide the hidden size, whatever its head_dim.
+        "model_type": "qwen3" if dims.hidden_size % dims.num_attention_heads else "llama",
+        EAGLE3_SECTION: {EAGLE3_TAPS: layer_ids, "use_aux_hidden_state": True},
+        EAGLE3_TAPS: [index + 1 for index in layer_ids],
+        "num_aux_hidden_states": len(layer_ids),
+        "draft_vocab_size": None,
+        **layer_config(dims, target, dtype),
+        "mlp_bias": False,
+        "dflow_config": {
+            "format_version": FORMAT_VERSION,
+            "layout": CHAIN,
+            "block_size": dims.block_size,
+            "num_draft_tokens": dims.block_size - 1,
+            "target": {"name": target.name, "fingerprint": target.fingerprint},
+            "relay": None,
+        },
     }

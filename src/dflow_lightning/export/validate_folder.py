@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dflow_lightning.checks import FailedError, Found, SkippedError
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.equality import EqualityCheck
-from dflow_lightning.export.eagle3 import step_logits
+from dflow_lightning.export.draft_logits import draft_logits
 from dflow_lightning.formats import integrity
 from dflow_lightning.formats.drafter_folder import LoadedDrafter, load_export
 from dflow_lightning.formats.engine_contract import check_contract
-from dflow_lightning.formats.tap_fingerprint import far_layers, tap_fingerprint, tapped_states
+from dflow_lightning.formats.tap_fingerprint import far_layers, tap_fingerprint
 from dflow_lightning.models.dims import DrafterDims, choose_mask_token_id
-from dflow_lightning.models.draft import embed_blocks, relay_correction
-from dflow_lightning.models.eagle3 import AnyDrafter, Eagle3Drafter
-from dflow_lightning.models.relay import Relay, RelayConfig, RelayInput
+from dflow_lightning.models.eagle3 import AnyDrafter
+from dflow_lightning.models.relay import Relay, RelayConfig
 from dflow_lightning.models.target import FrozenTarget
 
 
@@ -147,33 +145,6 @@ def rebuild(
             part.load_state_dict(state)
             part.to(target.device, target.dtype).eval()
     return drafter, relay
-
-
-@torch.inference_mode()
-def draft_logits(
-    target: FrozenTarget, drafter: AnyDrafter, relay: Relay | None, token_ids: list[int]
-) -> Tensor:
-    """Logits of the block that starts at the last of some tokens, `[1, 1, K, V]`.
-
-    With a relay, the block before it is taken to be rejected as a whole. An EAGLE-3 drafter has
-    those of its drafts, `[1, J, V]`.
-    """
-    if isinstance(drafter, Eagle3Drafter):
-        return step_logits(target, drafter, token_ids)
-    dims = drafter.dims
-    while len(token_ids) <= dims.block_size:
-        token_ids = token_ids + token_ids
-    ids_1S = torch.tensor([token_ids], device=target.device)
-    h_1SD = drafter.project(tapped_states(target, token_ids, dims.target_layer_ids))
-    positions_1S = torch.arange(len(token_ids), device=target.device).unsqueeze(0)
-    rows_11KD = h_1SD[:, -dims.block_size :].unsqueeze(1)
-    valid_11K = torch.ones_like(rows_11KD[..., 0], dtype=torch.bool)
-    rows = RelayInput(rows_11KD, valid_11K, ids_1S[:, -1:], ids_1S[:, -2:-1])
-    correction = None if relay is None else relay_correction(target, relay, rows)
-    x_11KD = embed_blocks(target, drafter, ids_1S[:, -1:], correction)
-    context = drafter.context_kv(h_1SD, positions_1S)
-    hidden = drafter(x_11KD, context, positions_1S[:, -1:], carried=drafter.carry(rows))
-    return target.head(hidden.to(target.dtype))
 
 
 NUM_FEW = 4  # prompts for what takes long, or needs no more

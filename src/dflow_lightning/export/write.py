@@ -24,9 +24,14 @@ from torch import Tensor, nn
 from dflow_lightning import files
 from dflow_lightning.decode.state import Models
 from dflow_lightning.errors import InputError
-from dflow_lightning.export.card import model_card
-from dflow_lightning.export.config import carryover_config, drafter_config, relay_config
-from dflow_lightning.export.eagle3 import eagle3_card, eagle3_config, step_logits
+from dflow_lightning.export.card import eagle3_card, model_card
+from dflow_lightning.export.config import (
+    carryover_config,
+    drafter_config,
+    eagle3_config,
+    relay_config,
+)
+from dflow_lightning.export.draft_logits import eagle3_logits
 from dflow_lightning.formats import integrity
 from dflow_lightning.formats.drafter_folder import (
     HEAD_PREFIX,
@@ -175,7 +180,7 @@ def _compare(
 def _probe(drafter: AnyDrafter, target: FrozenTarget) -> Tensor:
     """What a drafter makes of one block, the same block each time."""
     if isinstance(drafter, Eagle3Drafter):
-        return step_logits(target, drafter, [0, 1, 2, 3])
+        return eagle3_logits(target, drafter, [0, 1, 2, 3])
     dims = drafter.dims
     noise = torch.Generator().manual_seed(0)
     shape = (1, 4, len(dims.target_layer_ids) * dims.hidden_size)

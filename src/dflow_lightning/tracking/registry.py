@@ -17,14 +17,14 @@ from dflow_lightning.training.validation import DECODED_KEY
 
 
 def register_export(
-    checkpoint: Checkpoint, out: Path, name: str | None = None, *, paper: TextIO | None = None
+    checkpoint: Checkpoint, out: Path, name: str | None = None, *, stream: TextIO | None = None
 ) -> None:
     """Uploads an export to its run and registers it, with its tau table as description.
 
     Prints what happened; a run without a record has nothing to print.
 
     Args:
-        paper: where it prints, standard output by default.
+        stream: where it prints, standard output by default.
     """
     destination = destination_of(checkpoint)
     if destination is None:
@@ -41,7 +41,7 @@ def register_export(
         )
     else:
         said = f"registered as {name}, version {version}, at {destination.uri}"
-    print(labelled("", said, paper), file=paper)
+    print(labelled("", said, stream), file=stream)
 
 
 def destination_of(checkpoint: Checkpoint) -> Destination | None:
