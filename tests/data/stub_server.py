@@ -16,7 +16,15 @@ from random import Random
 from aiohttp import web
 
 MODEL = "stub"
-KINDS = ("status", "busy", "slow", "closed", "no json", "no choice", "aborted", "no ids")
+KINDS = (
+    "status", "busy", "slow", "closed", "no json", "no choice", "aborted", "no ids", "empty",
+    "impossible ids", "too many",
+)  # fmt: skip
+# What a request must say, or a model's generation_config.json would decide it.
+SETTINGS = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "repetition_penalty",
+    "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 
 
 class Stub:
@@ -27,7 +35,8 @@ class Stub:
         self.in_flight = self.most = 0
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": MODEL}]})
+        limit = {"max_model_len": self.options.limit} if self.options.limit else {}
+        return web.json_response({"data": [{"id": MODEL, **limit}]})
 
     async def counts(self, request: web.Request) -> web.Response:
         asked = sum(self.asked.values())
@@ -44,6 +53,10 @@ class Stub:
     async def _completions(self, request: web.Request, body: dict) -> web.StreamResponse:
         if body["model"] != MODEL:
             return web.json_response({"error": "no such model"}, status=404)
+        if missing := [name for name in SETTINGS if name not in body]:
+            return web.json_response({"error": f"no {missing}"}, status=422)
+        if self.options.limit and len(body["prompt"]) + body["max_tokens"] > self.options.limit:
+            return web.json_response({"error": "longer than the context"}, status=400)
         key = hashlib.sha256(json.dumps([body["prompt"], body["seed"]]).encode()).digest()
         self.asked[key] += 1
         random = Random(key)
@@ -84,7 +97,14 @@ class Stub:
             return web.json_response({"error": {"message": "sorry"}})
         if kind == "aborted":
             return web.json_response({"choices": [{"text": "x", "finish_reason": "abort"}]})
-        choice = {"text": "x", "finish_reason": "stop", "token_ids": ["x", None]}
+        bad: dict[str, list] = {
+            "empty": [],
+            "no ids": ["x", None],
+            "impossible ids": [400, 10**6],
+            "too many": [400] * 999,
+        }
+        text = "" if kind == "empty" else "x"
+        choice = {"text": text, "finish_reason": "stop", "token_ids": bad[kind]}
         return web.json_response({"choices": [choice]})
 
 
@@ -114,5 +134,6 @@ if __name__ == "__main__":
     parser.add_argument("--slow", type=float, default=5.0, help="seconds of a slow failure")
     parser.add_argument("--longest", type=int, default=48, help="tokens of an answer")
     parser.add_argument("--ids", type=int, nargs=2, default=(300, 1900), help="range of tokens")
+    parser.add_argument("--limit", type=int, default=0, help="tokens of prompt and answer; 0: none")
     parser.add_argument("--token_ids", type=int, default=1, help="0 answers with text alone")
     asyncio.run(main(parser.parse_args()))

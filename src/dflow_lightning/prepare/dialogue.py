@@ -166,12 +166,33 @@ class Dialogue:
         return int.from_bytes(digest[:4], "big") >> (32 - SEED_BITS)
 
 
+def check_room(ask: Ask, limit: int | None, whose: str) -> None:
+    """Raise `InputError` for a prompt that leaves no room for its answer; no try can cure that.
+
+    Args:
+        limit: tokens of prompt and answer together; None if it is not known.
+        whose: the owner of the limit.
+    """
+    total = len(ask.prompt_ids) + ask.max_new_tokens
+    if limit is not None and total > limit:
+        raise InputError(
+            f"a prompt of {len(ask.prompt_ids)} tokens and an answer of up to "
+            f"{ask.max_new_tokens} exceed the context of {whose}, {limit} tokens; lower max_length "
+            f"to {limit}"
+        )
+
+
 Done = Callable[[Dialogue], None]
-Failed = Callable[[Dialogue, str], None]
+
+
+class Failed(Protocol):
+    """Called for a dialogue without an answer; `again` if another run may bring one."""
+
+    def __call__(self, dialogue: Dialogue, error: str, *, again: bool) -> None: ...
 
 
 class Generator(Protocol):
-    """Whoever has the target."""
+    """Answers prompts with the target, in process or over HTTP."""
 
     def describe(self) -> dict[str, Any]:
         """What the manifest says about it."""

@@ -13,7 +13,7 @@ from dflow_lightning.decode.request import Request
 from dflow_lightning.decode.state import Models
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.target import FrozenTarget
-from dflow_lightning.prepare.dialogue import Ask, Dialogue, Done, Failed
+from dflow_lightning.prepare.dialogue import Ask, Dialogue, Done, Failed, check_room
 
 
 class EngineGenerator:
@@ -25,10 +25,10 @@ class EngineGenerator:
     """
 
     def __init__(self, target: FrozenTarget, *, concurrency: int, max_length: int) -> None:
-        limit = target.config.max_position_embeddings
+        self._limit = target.config.max_position_embeddings
         self.target = target
         self._engine = Engine(
-            Models(target, None), num_slots=concurrency, max_length=min(max_length, limit)
+            Models(target, None), num_slots=concurrency, max_length=min(max_length, self._limit)
         )
 
     def describe(self) -> dict[str, Any]:
@@ -68,9 +68,10 @@ class EngineGenerator:
             if ask is None:
                 done(dialogue)
             else:
+                check_room(ask, self._limit, self.target.name)
                 flying[self._engine.submit(_request(ask))] = dialogue
         except InputError as error:
-            failed(dialogue, str(error))
+            failed(dialogue, str(error), again=False)
 
 
 def _request(ask: Ask) -> Request:

@@ -16,12 +16,28 @@ from itertools import cycle
 from typing import Any
 
 import aiohttp
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_exponential,
+)
 
 from dflow_lightning.data.turns import TargetAnswer
 from dflow_lightning.errors import InputError
-from dflow_lightning.prepare.dialogue import Ask, Dialogue, Done, Failed
+from dflow_lightning.prepare.dialogue import Ask, Dialogue, Done, Failed, check_room
 
 LONGEST_WAIT = 60.0  # seconds between two tries
+# What a server takes from the model's generation_config.json where a request does not say it.
+# Qwen2.5 has a repetition penalty of 1.05 there, which is not what the target chooses by itself.
+NEUTRAL_SAMPLING = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 REFUSED = {401: "the key", 403: "the key", 404: "the address or the model"}
 # Dialogues that fail one after the other before a server counts as gone, per one in flight.
@@ -32,7 +48,7 @@ API_KEY = "OPENAI_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Where the servers are and how patient we are with them.
+    """Where the servers are, and how long and how often to try.
 
     Args:
         urls: of the API, as `http://host:8000/v1`; they take turns.
@@ -69,6 +85,10 @@ class _BadAnswerError(Exception):
         self.again, self.wait = again, wait
 
 
+def _may_be_cured(error: BaseException) -> bool:
+    return isinstance(error, _BadAnswerError) and error.again
+
+
 class _FatalError(InputError):
     """What every other request would meet as well."""
 
@@ -96,10 +116,11 @@ class ServerGenerator:
         stop_token_ids: tuple[int, ...],
         end_token_id: int,
     ) -> None:
-        self.options, self.tokenizer = options, tokenizer
+        self.options, self.tokenizer, self._vocabulary = options, tokenizer, len(tokenizer)
         self._stop_ids, self._end_id = stop_token_ids, end_token_id
         self._failed_in_a_row = 0
         self.retries = 0
+        self._limit: int | None = None  # tokens of prompt and answer, where the servers tell it
         key = os.environ.get(API_KEY)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._model = asyncio.run(self._find_model())
@@ -143,11 +164,11 @@ class ServerGenerator:
                 try:
                     async with session.get(f"{url.rstrip('/')}/models", timeout=FIRST) as response:
                         found = await response.json(content_type=None)
-                    served = [one["id"] for one in found["data"]]
+                    served = {one["id"]: one for one in found["data"]}
                 except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as error:
                     raise InputError(
                         f"server: {url} does not answer ({_said(error)}); start the server or "
-                        "mend the address"
+                        "fix the address"
                     ) from error
                 except (ValueError, KeyError, TypeError) as error:
                     raise InputError(
@@ -155,12 +176,14 @@ class ServerGenerator:
                         "OpenAI-compatible API, which often ends with /v1"
                     ) from error
                 if name is None and len(served) == 1:
-                    name = served[0]
+                    name = next(iter(served))
                 if name not in served:
                     raise InputError(
                         f"model is {name}, but {url} serves {', '.join(served) or 'nothing'}; "
                         "give one of these"
                     )
+                if isinstance(limit := served[name].get("max_model_len"), int):
+                    self._limit = min(limit, self._limit or limit)
         assert name is not None
         return name
 
@@ -175,36 +198,51 @@ class ServerGenerator:
         except _FatalError:
             raise
         except InputError as error:
-            failed(dialogue, str(error))
+            failed(dialogue, str(error), again=False)
         except _BadAnswerError as error:
             self._count_failure(error)
-            failed(dialogue, str(error))
+            failed(dialogue, str(error), again=error.again)
         else:
             done(dialogue)
 
     async def _ask(self, session: aiohttp.ClientSession, ask: Ask) -> TargetAnswer:
-        """One answer, after as many tries as are allowed."""
-        wait = self.options.first_wait
-        for tries in range(self.options.retries + 1):
-            try:
-                return await self._try(session, next(self._urls), ask)
-            except _BadAnswerError as error:
-                if not error.again or tries == self.options.retries:
-                    raise
-                # Spread, or all that failed together come back together.
-                pause = max(error.wait, wait * (0.5 + random.random()))
-            self.retries += 1
-            await asyncio.sleep(min(pause, LONGEST_WAIT))
-            wait *= 2
-        raise AssertionError("the last try either returns or raises")
+        """One answer, after as many tries as are allowed.
 
-    async def _try(self, session: aiohttp.ClientSession, url: str, ask: Ask) -> TargetAnswer:
+        The `openai` client retries by itself too, but always on the same server, and not where an
+        answer arrives and makes no sense. Here each try goes to the next server.
+        """
+        check_room(ask, self._limit, "the server")
+        tries = AsyncRetrying(
+            stop=stop_after_attempt(self.options.retries + 1),
+            retry=retry_if_exception(
+                lambda error: isinstance(error, _BadAnswerError) and error.again
+            ),
+            wait=self._pause,
+            before_sleep=self._count_retry,
+            reraise=True,
+        )
+        return await tries(self._try, session, ask)
+
+    def _pause(self, state: RetryCallState) -> float:
+        """Seconds before the next try: what the server asked for, or longer with each try."""
+        error = state.outcome.exception() if state.outcome else None
+        asked = error.wait if isinstance(error, _BadAnswerError) else 0.0
+        growing = wait_exponential(multiplier=self.options.first_wait, max=LONGEST_WAIT)(state)
+        # Spread, or all requests that failed together come back together.
+        return min(max(asked, growing * (0.5 + random.random())), LONGEST_WAIT)
+
+    def _count_retry(self, state: RetryCallState) -> None:
+        self.retries += 1
+
+    async def _try(self, session: aiohttp.ClientSession, ask: Ask) -> TargetAnswer:
+        url = next(self._urls)
         body = {
             "model": self._model,
             "prompt": ask.prompt_ids,
             "max_tokens": ask.max_new_tokens,
             "temperature": ask.temperature,
             "top_p": ask.top_p,
+            **NEUTRAL_SAMPLING,
             "seed": ask.seed,
             "stop_token_ids": list(self._stop_ids),
             "return_token_ids": True,
@@ -230,7 +268,7 @@ class ServerGenerator:
         said = " ".join((await response.text(errors="replace")).split())[:200]
         if status in REFUSED:
             raise _FatalError(
-                f"server: {url} refuses with status {status} ({said}); mend {REFUSED[status]}"
+                f"server: {url} refuses with status {status} ({said}); fix {REFUSED[status]}"
                 + (f" (the key is read from {API_KEY})" if status != 404 else "")
             )
         waits = response.headers.get("Retry-After", "")
@@ -259,10 +297,19 @@ class ServerGenerator:
             ids = self.tokenizer.encode(text, add_special_tokens=False)
         if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
             raise _BadAnswerError("the server's answer has token ids that are no numbers")
-        if reason == "stop" and (not ids or ids[-1] not in self._stop_ids):
-            ids = [*ids, self._end_id]
         if not ids:
             raise _BadAnswerError("the server's answer is empty")
+        if max(ids) >= self._vocabulary:
+            raise _BadAnswerError(
+                f"the server's answer has token {max(ids)}, and the tokenizer {self._vocabulary} "
+                "tokens"
+            )
+        if not from_text and len(ids) > ask.max_new_tokens:
+            raise _BadAnswerError(
+                f"the server's answer has {len(ids)} tokens where {ask.max_new_tokens} were allowed"
+            )
+        if reason == "stop" and ids[-1] not in self._stop_ids:
+            ids = [*ids, self._end_id]
         return TargetAnswer(list(ids), reason == "stop", from_text)
 
     def _count_failure(self, error: Exception) -> None:

@@ -217,15 +217,15 @@ class Preparation:
             progress.retries = getattr(generator, "retries", 0)
             progress.count(sum(len(one.token_ids) for one in answers))
 
-        def failed(dialogue: Dialogue, error: str) -> None:
+        def failed(dialogue: Dialogue, error: str, *, again: bool) -> None:
             journal.fail(dialogue.line, dialogue.sample, error)
             progress.count(0, failed=True)
             if progress.failed > allowed:
+                advice = "; run the same command again to try them again" if again else ""
                 raise InputError(
                     f"data: {progress.failed} of {total} conversations got no answer, more than "
                     f"max_reject_share {self.max_reject_share:.3g} allows, the last (line "
-                    f"{dialogue.line}) because {error}; run the same command again to try them "
-                    "again"
+                    f"{dialogue.line}) because {error}{advice}"
                 )
 
         with progress:
