@@ -68,9 +68,7 @@ bench-throughput: env ## tokens/s of the shipped drafters with 1 to 32 requests 
 	$(BIN)/dflow-train report --bench runs/throughput.json --out runs/throughput.html
 
 overlap: env ## where the shipped relay helps: the same rounds drafted with and without it (4 minutes)
-	$(BIN)/dflow-train bench --target $(TARGET) --suite tiny --temperature 0,1 --overlap \
-		--drafter data/tiny-drafters/dflow --json runs/overlap/dflow/bench.json
-	$(BIN)/dflow-train report --runs runs/overlap --out runs/overlap.html
+	$(BIN)/python scripts/overlap.py --drafter data/tiny-drafters/dflow --out runs/overlap.html
 
 bench-step: env env-interop ## what a training step costs: ours against speculators', DFlow against DFlash
 	$(BIN)/python scripts/bench_step.py

@@ -1,17 +1,26 @@
 """Paired rounds: the two drafts are those of relay-on and relay-off decoding, and nothing else."""
 
+import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from test_report import Page
 
 from dflow_lightning.bench.measure import BenchSettings, prompt_seed
-from dflow_lightning.bench.overlap import PairedDecoding, answer_entropies, measure_overlap
-from dflow_lightning.bench.overlap_record import Overlap, PairedRound, TwoDrafts
 from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.errors import InputError
+from dflow_lightning.export.write import export_drafter
 from dflow_lightning.models.target import FrozenTarget
+
+SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
+sys.path.insert(0, SCRIPTS)  # they import each other by their bare names
+from overlap import PairedDecoding, answer_entropies, main, measure_overlap  # noqa: E402
+from overlap_page import entropy_cells, paired_tables, slot_gains, write_page  # noqa: E402
+from overlap_record import Overlap, PairedRound, TwoDrafts  # noqa: E402
 
 PROMPTS = [Prompt(f"{f}-{i}", f, [40 + i, 60, 7 * i + 3], []) for f in ("a", "b") for i in range(2)]
 
@@ -144,11 +153,65 @@ def test_entropies(tiny_target):
     assert found == pytest.approx(expected[1:3].tolist(), abs=1e-5)
 
 
-def test_refused(tiny_target, tiny_drafter, decoder):
+def test_refused(tiny_target, tiny_drafter):
     bare = SpeculativeDecoder(tiny_target, tiny_drafter)
-    with pytest.raises(InputError, match="no drafter has a relay"):
+    with pytest.raises(InputError, match="drafter: none has a relay"):
         measure_overlap({"bare": bare}, PROMPTS, BenchSettings())
-    with pytest.raises(InputError, match="set acceptance to match"):
-        measure_overlap({"ours": decoder}, PROMPTS, BenchSettings(acceptance="rejection"))
-    with pytest.raises(InputError, match="its rounds are chains, but tree_nodes is 8"):
-        measure_overlap({"ours": decoder}, PROMPTS, BenchSettings(tree_nodes=8))
+
+
+def paired(before: int, on: list[int], off: list[int], times: int = 1, **names) -> Overlap:
+    """Rounds whose answer is 1, 2, 3; the last slot has a row only after a round of none."""
+    about = {"drafter": "d", "temperature": 0.0, "acceptance": "greedy", "family": "pooled"}
+    record = Overlap.empty(3, **about | names)
+    record.prompts, record.entropy = 2, 0.5
+    drafted = TwoDrafts(0, on, off, [True, True, before == 0])
+    for _ in range(times):
+        record.add(PairedRound(before, drafted, [1, 2, 3], [0.0, 0.2, 5.0], 4))
+    return record
+
+
+def test_gain_by_slot_is_split_by_relay_rows():
+    record = paired(0, [1, 2, 3], [1, 2, 9])
+    for _ in range(3):
+        record.add(
+            PairedRound(
+                1,
+                TwoDrafts(0, [1, 9, 9], [1, 2, 3], [True, True, False]),
+                [1, 2, 3],
+                [0.0, 0.2, 5.0],
+                4,
+            )
+        )
+    assert slot_gains(record, with_row=True) == [(0.0, 4), (-0.75, 4), (1.0, 1)]
+    assert slot_gains(record, with_row=False) == [None, None, (-1.0, 3)]
+    assert entropy_cells(record)[-1] == "100.0 / 0.0 (1)"  # of slots with a row alone
+    assert entropy_cells(record)[0] == "100.0 / 100.0 (4)"
+    html = "".join(paired_tables([record], "x"))
+    assert "-75.0 (4)" in html
+
+
+def test_page(tmp_path):
+    records = [
+        paired(1, [1, 2, 3], [1, 9, 3], times=60, drafter="a/re<lay>", temperature=t)
+        for t in (0.0, 1.0)
+    ]
+    write_page(tmp_path / "o.html", records, {"a/re<lay>": "re<lay>"})
+    page = Page(tmp_path / "o.html")
+    assert page.open == []
+    assert page.loads == ["o_files/overlap-re<lay>.png"]
+    assert (tmp_path / page.loads[0]).read_bytes().startswith(b"\x89PNG")
+    assert "+2.00 ± 0.00 (60)" in page.text
+    assert "re<lay>: what the relay gains" in page.text
+
+
+def test_command(tmp_path, tiny_target_dir, tiny_target, tiny_drafter, tiny_relay, capsys):
+    target = shutil.copytree(tiny_target_dir, tmp_path / "target")
+    (target / "prompts").mkdir()
+    rows = [{"id": f"p{n}", "family": "f", "prompt": f"{n}?", "answer": "yes"} for n in range(2)]
+    (target / "prompts/test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    export_drafter(tiny_drafter, tiny_relay, tiny_target, tmp_path / "dflow", dtype="float32")
+    main(str(target), [tmp_path / "dflow"], [0.0], 2, 12, tmp_path / "o.html")
+    assert "dflow T=0 pooled" in capsys.readouterr().out
+    records = json.loads((tmp_path / "o.json").read_text())["overlap"]
+    assert [one["family"] for one in records] == ["f", "pooled"]
+    assert Page(tmp_path / "o.html").loads == ["o_files/overlap-dflow.png"]

@@ -2,41 +2,20 @@
 
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from test_report import Page
 
-from dflow_lightning.bench.overlap_record import Overlap, PairedRound, TwoDrafts
 from dflow_lightning.errors import InputError
 from dflow_lightning.report.command import report_command
-from dflow_lightning.report.overlap_tables import (
-    added,
-    entropy_cells,
-    paired_tables,
-    slot_gains,
-    unpaired_table,
-)
+from dflow_lightning.report.relay_table import unpaired_table
 from dflow_lightning.report.runs import read_curves
 
 PNG = b"\x89PNG"
 
 
-def paired(before: int, on: list[int], off: list[int], times: int = 1, **names) -> Overlap:
-    """Rounds whose answer is 1, 2, 3; the last slot has a row only after a round of none."""
-    about = {"drafter": "d", "temperature": 0.0, "acceptance": "greedy", "family": "pooled"}
-    record = Overlap.empty(3, **about | names)
-    record.prompts, record.entropy = 2, 0.5
-    drafted = TwoDrafts(0, on, off, [True, True, before == 0])
-    for _ in range(times):
-        record.add(PairedRound(before, drafted, [1, 2, 3], [0.0, 0.2, 5.0], 4))
-    return record
-
-
-def write_run(
-    folder: Path, tau: float, relay: bool = False, overlaps: list[Overlap] | None = None, **about
-) -> Path:
+def write_run(folder: Path, tau: float, relay: bool = False, **about) -> Path:
     rows = [
         {
             "relay": setting,
@@ -55,7 +34,6 @@ def write_run(
     ]
     folder.mkdir(parents=True)
     content = {"rows": rows, "environment": {"suite_hash": "s", **about}}
-    content["overlap"] = [asdict(one) for one in overlaps or []]
     (folder / "bench.json").write_text(json.dumps(content))
     (folder / "seconds.json").write_text(json.dumps({"seconds": 40.0, "steps": 200}))
     return folder
@@ -66,8 +44,7 @@ def runs(tmp_path) -> Path:
     """Two seeds of two recipes, as a sweep leaves them."""
     for seed, tau in ((0, 2.0), (1, 2.5)):
         write_run(tmp_path / f"s/base-{seed}", tau)
-        record = paired(1, [1, 2, 3], [1, 9, 3], times=30)
-        write_run(tmp_path / f"s/re<lay>-{seed}", tau + 0.5, relay=True, overlaps=[record])
+        write_run(tmp_path / f"s/re<lay>-{seed}", tau + 0.5, relay=True)
     (tmp_path / "s/sweep.json").write_text("{}")
     return tmp_path / "s"
 
@@ -80,7 +57,7 @@ def test_page_and_pictures(runs, tmp_path, capsys):
     for source in page.loads:  # all that is loaded lies beside the page
         assert (tmp_path / source).read_bytes().startswith(PNG)
     assert {Path(source).stem for source in page.loads} == {
-        "tau", "positions-T0", "histogram-T0", "overlap-re<lay>",
+        "tau", "positions-T0", "histogram-T0",
     }  # fmt: skip
     assert not re.search(r"https?:|<script", (tmp_path / "r.html").read_text())
     assert "2.250 ± 0.500" in page.text  # base
@@ -88,7 +65,6 @@ def test_page_and_pictures(runs, tmp_path, capsys):
     assert "1.333" in page.text  # over the first row
     assert "re<lay>, relay on" in page.text
     assert "200" in page.text  # ms of a step
-    assert "+2.00 ± 0.00 (60)" in page.text  # both seeds' rounds, paired
     assert "3.00 (4)" in page.text  # tau after a = 1, both seeds
 
 
@@ -100,25 +76,16 @@ def test_runs_by_name_and_by_folder(runs, tmp_path):
     assert "re<lay>" in Page(tmp_path / "all.html").text
 
 
-def test_a_bench_for_overlap_alone_lies_beside(tmp_path):
-    folder = write_run(tmp_path / "x-0", 2.0, relay=True)
-    record = paired(0, [1, 2, 3], [9, 2, 3], times=25)
-    (folder / "overlap.json").write_text(json.dumps({"overlap": [asdict(record)]}))
-    report_command(runs=[folder], out=tmp_path / "r.html")
-    assert "+3.00 ± 0.00 (25)" in Page(tmp_path / "r.html").text
-
-
 def test_old_runs_are_read(tmp_path):
     """Bench files of the first format know neither the round before nor parts of a round."""
     folder = write_run(tmp_path / "x-0", 2.0, relay=True)
     content = json.loads((folder / "bench.json").read_text())
-    del content["overlap"]
     for row in content["rows"]:
         del row["joint_histogram"], row["round_milliseconds"]
     (folder / "bench.json").write_text(json.dumps(content))
     (folder / "seconds.json").unlink()
     report_command(runs=[folder], out=tmp_path / "r.html")
-    assert "Not measured: none of these runs" in Page(tmp_path / "r.html").text
+    assert "Where the relay helps" not in Page(tmp_path / "r.html").text
 
 
 def test_refused(runs, tmp_path):
@@ -167,28 +134,6 @@ def test_curves_of_a_store_for_one_run_or_many(tmp_path):
     for folder in (tmp_path / "s/a-0", tmp_path / "own/a-0"):
         assert read_curves(folder) == {"train/tau_round0": [(10, 1.6), (20, 1.7)]}
     assert read_curves(tmp_path / "nowhere/a-0") == {}
-
-
-def test_sums_over_seeds():
-    one, other = paired(0, [1, 2, 9], [1, 9, 9]), paired(0, [1, 2, 9], [1, 9, 9], times=3)
-    other.prompts, other.entropy = 6, 0.1
-    total = added([one, other])
-    assert total.rounds == [4, 0, 0, 0]
-    assert total.hits_on[0] == [4, 4, 0]
-    assert total.prompts == 8
-    assert total.entropy == pytest.approx((2 * 0.5 + 6 * 0.1) / 8)
-    assert total.entropy_edges == one.entropy_edges
-    assert one.rounds == [1, 0, 0, 0]  # untouched
-
-
-def test_gain_by_slot_is_split_by_relay_rows():
-    record = added([paired(0, [1, 2, 3], [1, 2, 9]), paired(1, [1, 9, 9], [1, 2, 3], times=3)])
-    assert slot_gains(record, with_row=True) == [(0.0, 4), (-0.75, 4), (1.0, 1)]
-    assert slot_gains(record, with_row=False) == [None, None, (-1.0, 3)]
-    assert entropy_cells(record)[-1] == "100.0 / 0.0 (1)"  # of slots with a row alone
-    assert entropy_cells(record)[0] == "100.0 / 100.0 (4)"
-    html = "".join(paired_tables([record], "x"))
-    assert "-75.0 (4)" in html
 
 
 def test_tau_by_the_round_before():

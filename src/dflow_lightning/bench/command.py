@@ -14,10 +14,9 @@ import torch
 from rich.progress import Progress
 
 from dflow_lightning.bench.measure import BenchResult, BenchSettings, RelayChoice, bench, num_steps
-from dflow_lightning.bench.overlap import check_overlap, measure_overlap
 from dflow_lightning.bench.row import Row
 from dflow_lightning.bench.suite import Suite, SuiteChoice, read_suite, suite_path
-from dflow_lightning.bench.table import show, show_overlap
+from dflow_lightning.bench.table import show
 from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
@@ -30,7 +29,7 @@ from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.terminal import bar, is_live, screen
 
 __all__ = ["BenchResult", "BenchSettings", "Row", "bench", "bench_command"]
-FORMAT = 2  # of the JSON file; 1 had no number, no joint histograms and no overlap
+FORMAT = 3  # of the JSON file; 2 could hold paired rounds, 1 had no number and no joint histograms
 
 
 def bench_command(
@@ -51,7 +50,6 @@ def bench_command(
     backend: Backend = "eager",
     tree_nodes: int | None = None,
     seed: int = 0,
-    overlap: bool = False,
     quiet: bool = False,
     device: str = "auto",
     dtype: Dtype = "auto",
@@ -81,8 +79,6 @@ def bench_command(
         tree_nodes: drafters verify their most probable drafts as a tree of so many tokens, the
             anchor among them, in place of a chain; for DFlash and DFlow, eager, by match.
         seed: of the sampling noise.
-        overlap: also draft every round of a relay-on decoding without its relay, and say where the
-            relay helps: by the accepted drafts of the round before, by slot and by entropy.
         quiet: print the tables only.
         device: `cpu`, `cuda`, or one GPU such as `cuda:1`; auto is the GPU where there is one.
         dtype: of the target's weights; auto is bfloat16 on a GPU and float32 on a CPU. Whether
@@ -106,28 +102,23 @@ def bench_command(
     choice.check()
     if not choice.tasks:
         suite_path(suite, target)  # a missing file is said before a target is loaded
+    result_json = JsonOutput(json)
     frozen = FrozenTarget.load(target, device=choose_device(device), dtype=dtype)
     decoders = {str(one): SpeculativeDecoder.from_export(one, frozen) for one in drafter}
-    if overlap:
-        check_overlap(decoders, settings)
-    result_json = JsonOutput(json)
     asked = read_suite(choice, frozen, next(iter(decoders.values())))
     if not quiet:
         print("\n".join(asked.lines()), file=result_json.text, flush=True)
     result = bench_shown(decoders, asked.prompts, settings, quiet)
-    paired = measure_overlap(decoders, asked.prompts, settings) if overlap else []
     if json is not None:
         about = environment(frozen, settings, asked)
         about |= {"warm_up_seconds": result.warm_up_seconds}
         content = {
             "format": FORMAT,
             "rows": [asdict(row) for row in result.rows],
-            "overlap": [asdict(one) for one in paired],
             "environment": about,
         }
         result_json.write(content)
     show(result.rows, screen(result_json.text))
-    show_overlap(paired, screen(result_json.text))
     if json is not None and not result_json.on_stdout:
         print(f"rows and environment written to {json}")
     if any(row.lossless is False for row in result.rows):

@@ -12,7 +12,6 @@ from rich.table import Table
 from dflow_lightning.terminal import print_table, screen
 
 if TYPE_CHECKING:
-    from dflow_lightning.bench.overlap_record import Overlap
     from dflow_lightning.bench.row import Row
 
 LISTED = 10
@@ -48,34 +47,6 @@ def show(rows: Sequence["Row"], console: Console | None = None) -> None:
             _list_differences(row, names, print_text)
 
 
-def show_overlap(records: Sequence["Overlap"], console: Console | None = None) -> None:
-    """What the relay gains in accepted drafts, by those of the round before."""
-    if not records:
-        return
-    console = console or screen()
-    if not console.is_terminal:
-        console = screen(console.file)
-    names = short_names([one.drafter for one in records])
-    table = _table(console.is_terminal)
-    _add_names(table, relay=False)
-    table.add_column("family", overflow="fold")
-    table.add_column("accepted before: gain +- standard error, rounds")
-    for one in records:
-        cells = [
-            f"{before}: {gain[0]:+.2f} +- {gain[1]:.2f}, {rounds}"
-            for before, (gain, rounds) in enumerate(zip(one.gain(), one.rounds, strict=True))
-            if gain is not None
-        ]
-        lines = ["   ".join(cells[first : first + 2]) for first in range(0, len(cells), 2)]
-        table.add_row(names[one.drafter], f"{one.temperature:g}", one.family, "\n".join(lines))
-    console.print(
-        "\ngain of the relay in accepted drafts, same rounds drafted with and without it",
-        highlight=False,
-        markup=False,
-    )
-    console.print(table)
-
-
 def short_names(drafters: Sequence[str]) -> dict[str, str]:
     """The end of each path, as long as it takes to tell them apart."""
     parts = {drafter: PurePath(drafter).parts or (drafter,) for drafter in drafters}
@@ -92,10 +63,9 @@ def _table(is_terminal: bool) -> Table:
     return Table(box=box.SIMPLE_HEAD if is_terminal else None, padding=(0, 1, 0, 0))
 
 
-def _add_names(table: Table, *, relay: bool = True) -> None:
+def _add_names(table: Table) -> None:
     table.add_column("drafter", overflow="fold", min_width=6)
-    if relay:
-        table.add_column("relay")
+    table.add_column("relay")
     table.add_column("T", justify="right")
 
 

@@ -14,7 +14,7 @@ from dflow_lightning.report.charts import (
     rate_chart,
     share_chart,
 )
-from dflow_lightning.report.overlap_tables import paired_tables, read_overlaps, unpaired_table
+from dflow_lightning.report.relay_table import unpaired_table
 
 ROW_KEYS = (
     "drafter",
@@ -76,20 +76,9 @@ def render(sources: list[str], results: list[dict]) -> str:
         temperature, rule, engine = key
         parts.append(f"<h2>Temperature {temperature:g} ({escape(rule)}, {escape(engine)})</h2>")
         parts += section(with_names(chosen))
-    parts += overlap_section(results)
     for source, result in zip(sources, results, strict=True):
         parts.append(environment_table(source, result["environment"]))
     return page("dflow-lightning bench", parts)
-
-
-def overlap_section(results: list[dict]) -> list[str]:
-    """Where the relay helps, for the drafters whose rounds were paired."""
-    records = read_overlaps([one for result in results for one in result.get("overlap") or []])
-    names = short_names([one.drafter for one in records])
-    parts = ["<h2>Where the relay helps</h2>"] if records else []
-    for drafter in dict.fromkeys(one.drafter for one in records):
-        parts += paired_tables([one for one in records if one.drafter == drafter], names[drafter])
-    return parts
 
 
 def comparable(rows: list[dict]) -> dict[tuple[float, str, str], list[dict]]:

@@ -5,10 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflow_lightning.bench.overlap_record import Overlap
 from dflow_lightning.errors import InputError
 from dflow_lightning.html import image
-from dflow_lightning.report.overlap_tables import entropy_bins, slot_gains
 from dflow_lightning.report.runs import Arm, Run, label, taus
 
 try:
@@ -120,50 +118,6 @@ class Pictures:
             f"Rounds by number of accepted drafts, T={temperature:g}, all families",
         )  # fmt: skip
 
-    def gains(self, name: str, records: list[Overlap]) -> str:
-        """Gain of the relay in equal states: by the round before, by slot and by entropy."""
-        families = list(dict.fromkeys(one.family for one in records))
-        temperatures = sorted({one.temperature for one in records})
-        by = {(one.temperature, one.family): one for one in records}
-        figure = Figure(figsize=(3.2 * len(families) + 0.6, 8.4), layout="constrained")
-        rows = figure.subplots(3, len(families), sharey="row", squeeze=False)
-        for column, family in enumerate(families):
-            for index, temperature in enumerate(temperatures):
-                one = by.get((temperature, family))
-                if one is None:
-                    continue
-                style = {
-                    "color": GREYS[index], "linestyle": DASHES[index], "marker": MARKERS[index],
-                    "markersize": 5, "markerfacecolor": "0.0" if index == 0 else "1.0",
-                }  # fmt: skip
-                title = f"T={temperature:g}"
-                gain_by_round(rows[0][column], one, title, style)
-                gain_by_slot(rows[1][column], one, title, index)
-                gain_by_entropy(rows[2][column], one, title, style)
-            found = [by[t, family].entropy for t in temperatures if (t, family) in by]
-            entropies = ", ".join(f"{entropy:.2f}" for entropy in found)
-            rows[0][column].set_title(f"{family}: entropy {entropies} nats", fontsize=10)
-        for row, y_label in zip(
-            rows, ("gain, accepted drafts", "gain in hits, points", "gain in hits, points"),
-            strict=True,
-        ):  # fmt: skip
-            row[0].set_ylabel(y_label)
-            for axis in row:
-                axis.axhline(0, color="0.0", linewidth=0.8)
-                axis.grid(color="0.88")
-                axis.set_axisbelow(True)
-            # Beside the panels, so that it hides no point.
-            handles = next((h for h in (a.get_legend_handles_labels() for a in row) if h[0]), None)
-            if handles:
-                row[-1].legend(*handles, fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0))
-        return self._save(
-            figure, f"overlap-{name}",
-            f"{name}: what the relay gains, same rounds drafted with and without it; points of "
-            f"fewer than {FEWEST} rounds or drafts are left out. Top: by accepted drafts of the "
-            "round before, bars are standard errors. Middle: hits by slot; open and dotted where "
-            "the slot had no relay row. Bottom: hits of slots with a row, by the target's entropy",
-        )  # fmt: skip
-
     def curves(self, runs: list[Run]) -> str:
         """tau of each rollout round during training, a panel a drafter; nothing without records."""
         drawn = [run for run in runs if run.curves]
@@ -187,58 +141,6 @@ class Pictures:
             "neighbouring steps of all seeds. Rounds differ in their blocks: only those that "
             "rejected a draft go on",
         )  # fmt: skip
-
-
-FEWEST = 20  # rounds or drafts; a point of fewer says nothing
-NOTHING = float("nan")  # leaves a gap in a line
-
-
-def gain_by_round(axis: Any, one: Overlap, title: str, style: dict[str, Any]) -> None:
-    """Gain in accepted drafts, with standard errors."""
-    points = [
-        gain if gain is not None and rounds >= FEWEST else (NOTHING, NOTHING)
-        for gain, rounds in zip(one.gain(), one.rounds, strict=True)
-    ]
-    gains, errors = zip(*points, strict=True)
-    axis.errorbar(range(len(points)), gains, yerr=errors, capsize=3, label=title, **style)
-    axis.set_xlabel("accepted drafts a of the round before")
-    axis.set_xticks(range(one.num_draft_tokens + 1))
-    axis.set_xlim(-0.4, one.num_draft_tokens + 0.4)
-
-
-def gain_by_slot(axis: Any, one: Overlap, title: str, index: int) -> None:
-    """Gain in hits, of slots with and without a relay row."""
-    for with_row in (True, False):
-        gains = [
-            100 * gain[0] if gain is not None and gain[1] >= FEWEST else NOTHING
-            for gain in slot_gains(one, with_row=with_row)
-        ]
-        axis.plot(
-            range(1, len(gains) + 1),
-            gains,
-            color=GREYS[index],
-            linestyle=DASHES[index] if with_row else ":",
-            marker=MARKERS[index],
-            markerfacecolor=GREYS[index] if with_row else "1.0",
-            markersize=5,
-            label=f"{title}, {'relay row' if with_row else 'no row'}",
-        )
-    axis.set_xlabel("slot of the block")
-    axis.set_xticks(range(1, one.num_draft_tokens + 1))
-
-
-def gain_by_entropy(axis: Any, one: Overlap, title: str, style: dict[str, Any]) -> None:
-    """Gain in hits of slots with a row, by how sure the target is."""
-    gains = [
-        100 * (on - off) / total if total >= FEWEST else NOTHING
-        for total, on, off in zip(
-            one.entropy_slots, one.entropy_hits_on, one.entropy_hits_off, strict=True
-        )
-    ]
-    axis.plot(range(len(gains)), gains, label=title, **style)
-    names = entropy_bins(one)
-    axis.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
-    axis.set_xlabel("entropy of the target, nats")
 
 
 def grid(every: Sequence[Arm]) -> tuple[Figure, Iterator[tuple[Any, str]]]:

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflow_lightning.bench.overlap_record import Overlap
 from dflow_lightning.errors import InputError
-from dflow_lightning.report.overlap_tables import (
-    read_overlaps,
-)
 
 BENCH, RECORD = "bench.json", "sweep.json"
 NEEDED = ("relay", "temperature", "family", "tau", "position_acceptance", "histogram")
@@ -35,7 +31,6 @@ class Run:
     seed: int
     folder: Path
     rows: list[dict]
-    overlaps: list[Overlap]
     environment: dict[str, Any]
     curves: Curves
     seconds: float | None
@@ -75,17 +70,13 @@ def read_run(folder: Path) -> Run:
         ) from None
     if missing or not rows:
         raise InputError(f"runs: {path} lacks {', '.join(missing) or 'rows'}; measure again")
-    overlaps = content.get("overlap") or []
-    beside = folder / "overlap.json"  # of a bench that was run for this alone
-    if not overlaps and beside.is_file():
-        overlaps = json.loads(beside.read_text(encoding="utf-8")).get("overlap") or []
     name, seed = folder.name, 0
     if numbered := re.fullmatch(r"(.+)-(\d+)", folder.name):
         name, seed = numbered[1], int(numbered[2])
     spent = folder / "seconds.json"
     training = json.loads(spent.read_text(encoding="utf-8")) if spent.is_file() else {}
     return Run(
-        name, seed, folder, rows, read_overlaps(overlaps), environment, read_curves(folder),
+        name, seed, folder, rows, environment, read_curves(folder),
         training.get("seconds"), training.get("steps"),
     )  # fmt: skip
 

@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from dflow_lightning import files
-from dflow_lightning.bench.overlap_record import Overlap
 from dflow_lightning.errors import InputError
 from dflow_lightning.html import number, page, table, with_spread
 from dflow_lightning.report.conditions import SAME_CONDITIONS, check_same_conditions
-from dflow_lightning.report.overlap_tables import (
-    added,
-    paired_tables,
-    unpaired_table,
-)
+from dflow_lightning.report.relay_table import unpaired_table
 from dflow_lightning.report.runs import RECORD, Arm, Run, arms, find_runs, label, read_run, taus
 
 INTRODUCTION = (
@@ -76,7 +71,7 @@ def render(runs: list[Run], pictures: Any) -> str:
     parts += ["<h2>Acceptance by position, and accepted drafts</h2>"]
     parts += [pictures.positions(runs, every, t) for t in temperatures]
     parts += [pictures.histograms(runs, every, t) for t in temperatures]
-    parts += overlap_parts(runs, temperatures, pictures)
+    parts += relay_parts(runs, temperatures)
     curves = pictures.curves(runs)
     if curves:
         parts += ["<h2>Training, by rollout round</h2>", curves]
@@ -101,27 +96,16 @@ def tau_table(runs: list[Run], every: list[Arm], temperature: float, families: l
     return table(f"Acceptance length tau, T={temperature:g}", header, lines)
 
 
-def overlap_parts(runs: list[Run], temperatures: list[float], pictures: Any) -> list[str]:
-    """Where the relay helps: of paired rounds where the bench has them, and of all rounds."""
+def relay_parts(runs: list[Run], temperatures: list[float]) -> list[str]:
+    """Where the relay helps; nothing where no run was measured with one."""
     parts = ["<h2>Where the relay helps</h2>"]
     for name in dict.fromkeys(run.name for run in runs):
         mine = [run for run in runs if run.name == name]
-        kinds: dict[tuple[float, str], list[Overlap]] = {}
-        for one in [record for run in mine for record in run.overlaps]:
-            kinds.setdefault((one.temperature, one.family), []).append(one)
-        records = [added(same) for same in kinds.values()]
-        if records:
-            parts += [pictures.gains(name, records), *paired_tables(records, name)]
         for temperature in temperatures:
             rows = [r for run in mine for r in run.rows if r["temperature"] == temperature]
             if any(row["relay"] == "on" for row in rows):
                 parts += unpaired_table(rows, f"{name}, T={temperature:g}")
-    if len(parts) == 1:
-        parts.append(
-            "<p>Not measured: none of these runs was benched with its relay by a version that "
-            "counts rounds by the round before. dflow-train bench --overlap does, and more.</p>"
-        )
-    return parts
+    return parts if len(parts) > 1 else []
 
 
 def cost_table(runs: list[Run], every: list[Arm], temperature: float) -> str:

@@ -45,7 +45,6 @@ class SweepSettings:
         temperature: one or more, separated by commas.
         concurrency: requests in flight at the same time.
         max_new_tokens: upper limit of an answer.
-        overlap: also measure where each relay helps; takes as long again.
         device: where drafters are measured, see `bench`; trainings follow `--trainer.accelerator`.
         dtype: of the target when drafters are measured, see `bench`.
     """
@@ -59,7 +58,6 @@ class SweepSettings:
     temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
     concurrency: int = 8
     max_new_tokens: int = 128
-    overlap: bool = False
     device: str = "auto"
     dtype: Dtype = "auto"
 
@@ -81,8 +79,8 @@ class SweepSettings:
                 )
             stems[path.stem] = path
 
-    def bench_options(self, *, relay: bool = True) -> list[str]:
-        """How every drafter of the sweep is measured, with or without a relay."""
+    def bench_options(self) -> list[str]:
+        """How every drafter of the sweep is measured."""
         options = [
             "--suite", self.suite, "--per_family", str(self.per_family),
             "--temperature", ",".join(f"{t:g}" for t in self.temperature),
@@ -91,7 +89,7 @@ class SweepSettings:
         options += [] if self.limit is None else ["--limit", str(self.limit)]
         options += [] if self.device == "auto" else ["--device", self.device]
         options += [] if self.dtype == "auto" else ["--dtype", self.dtype]
-        return options + ["--overlap"] * (self.overlap and relay)
+        return options
 
 
 def make_parser() -> ToolParser:
@@ -130,7 +128,6 @@ def member_of(
     path: Path, seed: int, recipe: dict[str, Any], settings: SweepSettings, overrides: list[str]
 ) -> Member:
     """A run of the sweep, from its resolved recipe."""
-    relay = bool((recipe["model"].get("relay") or {}).get("enabled"))
     return Member(
         path,
         seed,
@@ -138,7 +135,7 @@ def member_of(
         recipe["trainer"]["max_steps"],
         recipe["model"]["target"]["path"],
         overrides,
-        settings.bench_options(relay=relay),
+        settings.bench_options(),
     )
 
 

@@ -1,5 +1,7 @@
 """Where the relay helps: every round of a relay-on decoding drafted twice, with and without it.
 
+    python scripts/overlap.py --drafter data/tiny-drafters/dflow --out runs/overlap.html
+
 With the relay on and off a request goes through different rounds, so that their averages also
 compare different states. Here both drafts start from the same anchor and the same context, and both
 are scored against the answer that the target gives; the gain of a state is exact.
@@ -7,14 +9,23 @@ are scored against the answer that the target gives; the gain of a state is exac
 Shapes: R requests, J drafts of a block, K slots, S tokens of a prompt and its answer, V vocabulary.
 """
 
+import argparse
 import itertools
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
+from overlap_page import write_page
+from overlap_record import Overlap, PairedRound, TwoDrafts
 
+from dflow_lightning import files
 from dflow_lightning.bench.measure import POOLED, BenchSettings, prompt_seed
-from dflow_lightning.bench.overlap_record import Overlap, PairedRound, TwoDrafts
-from dflow_lightning.data.prompts import Prompt
+from dflow_lightning.bench.suite import TINY_SUITE
+from dflow_lightning.bench.table import short_names
+from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import Engine, SpeculativeDecoder
 from dflow_lightning.decode.rounds import Drafts, Mode, correct, draft
 from dflow_lightning.decode.state import DecodeState, Models
@@ -69,9 +80,10 @@ def measure_overlap(
         progress: told what comes next.
 
     Raises:
-        InputError: no drafter has a relay, or drafts are accepted by rejection sampling.
+        InputError: no drafter has a relay.
     """
-    check_overlap(decoders, settings)
+    if all(decoder.relay is None for decoder in decoders.values()):
+        raise InputError("drafter: none has a relay; give one that has")
     found: list[Overlap] = []
     for temperature, (name, decoder) in itertools.product(settings.temperatures, decoders.items()):
         if decoder.relay is None:
@@ -96,22 +108,6 @@ def measure_overlap(
         pooled = records.pop(POOLED)
         found += [*records.values(), pooled]
     return found
-
-
-def check_overlap(decoders: Mapping[str, SpeculativeDecoder], settings: BenchSettings) -> None:
-    """Refuse what has no paired rounds, before anything is decoded."""
-    if settings.acceptance == "rejection":
-        raise InputError(
-            "overlap: under rejection sampling an answer depends on its drafts, so that two drafts "
-            "of one state have no answer in common; set acceptance to match"
-        )
-    if settings.tree_nodes is not None:
-        raise InputError(
-            f"overlap: its rounds are chains, but tree_nodes is {settings.tree_nodes}; leave one "
-            "of both out"
-        )
-    if all(decoder.relay is None for decoder in decoders.values()):
-        raise InputError("overlap: no drafter has a relay; give one that has, or leave it out")
 
 
 class PairedDecoding:
@@ -162,3 +158,47 @@ def answer_entropies(
     ids_1S = torch.tensor([prompt_ids + answer_ids], device=target.device)
     logits_SV = target.model(ids_1S).logits[0, len(prompt_ids) - 1 : -1]
     return torch.distributions.Categorical(logits=logits_SV.float()).entropy().tolist()
+
+
+def main(
+    target: str, drafter: list[Path], temperature: list[float], per_family: int,
+    max_new_tokens: int, out: Path,
+) -> None:  # fmt: skip
+    """Measure, print the gain by the round before, and write the page and its records."""
+    frozen = FrozenTarget.load(target)
+    decoders = {str(one): SpeculativeDecoder.from_export(one, frozen) for one in drafter}
+    limit = frozen.config.max_position_embeddings - 1
+    prompts = read_prompts(
+        frozen.tokenizer, Path(target) / TINY_SUITE, per_family=per_family, max_length=limit,
+        field="suite",
+    )  # fmt: skip
+    settings = BenchSettings(temperatures=temperature, max_new_tokens=max_new_tokens)
+    records = measure_overlap(
+        decoders, prompts, settings, progress=lambda text: print(text, file=sys.stderr)
+    )
+    names = short_names([one.drafter for one in records])
+    print("gain in accepted drafts +- standard error (rounds), by accepted drafts before")
+    for one in records:
+        cells = [
+            f"{before}: {gain[0]:+.2f} +- {gain[1]:.2f} ({rounds})"
+            for before, (gain, rounds) in enumerate(zip(one.gain(), one.rounds, strict=True))
+            if gain is not None
+        ]
+        print(f"{names[one.drafter]} T={one.temperature:g} {one.family}  {'  '.join(cells)}")
+    content = {"overlap": [asdict(one) for one in records]}
+    files.write_text(out.with_suffix(".json"), json.dumps(content, indent=1) + "\n")
+    write_page(out, records, names)
+    print(f"page written to {out}, records to {out.with_suffix('.json')}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="data/tiny-qwen3")
+    parser.add_argument("--drafter", type=Path, action="append", required=True)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--per-family", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path, default=Path("runs/overlap.html"))
+    main(**vars(parser.parse_args()))
