@@ -3,7 +3,7 @@
 # CPU:  docker build -t dflow --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's CPU wheel index> .
 # GPU:  docker build -t dflow:cuda \
 #           --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 \
-#           --build-arg EXTRAS=plots,deepspeed --build-arg PACKAGES="g++ python3-dev" .
+#           --build-arg EXTRAS=deepspeed --build-arg PACKAGES="g++ python3-dev" .
 # Run:  docker run --rm --user "$(id -u):$(id -g)" -v "$PWD/runs:/app/runs" dflow \
 #           fit --config recipes/tiny-dflow.yaml
 #       and with --gpus all on a host with NVIDIA GPUs. docs/install.md has more.
@@ -28,7 +28,7 @@ RUN set -eu; wanted="${PACKAGES}"; \
     fi
 
 FROM python AS build
-ARG EXTRAS=plots
+ARG EXTRAS=
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
@@ -40,7 +40,7 @@ COPY src src
 # pip's cache is a mount, so none of it is in a layer.
 RUN --mount=type=cache,target=/root/.cache/pip \
     python3 -m venv /opt/dflow \
-    && /opt/dflow/bin/pip install -c constraints/cpu.txt ".[${EXTRAS}]"
+    && /opt/dflow/bin/pip install -c constraints/cpu.txt ".${EXTRAS:+[${EXTRAS}]}"
 
 FROM python
 ARG VERSION=0.1.0

@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make env PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing into .venv (some minutes the first time)"
-	@$(BIN)/python -m pip install -qq -c constraints/cpu.txt -e '.[dev,docs,plots]'
+	@$(BIN)/python -m pip install -qq -c constraints/cpu.txt -e '.[dev,docs]'
 	@touch $@
 
 demo: env ## train, measure and export the tiny DFlow drafter
@@ -104,7 +104,7 @@ crashes: env ## exception, SIGTERM, ctrl-C, kill -9, out of memory: exit status,
 	OMP_NUM_THREADS=1 $(BIN)/python -u tests/crash_table.py
 
 browser: env ## a real Chromium looks at the dashboard of a short run; screenshots in runs/browser
-	@$(BIN)/python -m pip install -qq -c constraints/cpu.txt -e '.[dev,plots,browser]'
+	@$(BIN)/python -m pip install -qq -c constraints/cpu.txt -e '.[dev,browser]'
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/browser/dashboard.py
 
 interop: env env-interop ## other projects' packages load the shipped drafters and draft the same, and back

@@ -98,7 +98,7 @@ def rules() -> str:
     arguments = {a.partition("=")[0]: a.partition("=")[2] for n, a in found if n == "ARG"}
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     installs = [a for n, a in found if n == "RUN" and "pip install" in a]
-    extras = arguments["EXTRAS"].split(",")
+    extras = [extra for extra in arguments["EXTRAS"].split(",") if extra]
     base = arguments["BASE"].rpartition(":")[2]
     promises = {
         "one stage alone": sum(name == "FROM" for name, _ in found) >= 2,

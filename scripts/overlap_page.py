@@ -13,7 +13,7 @@ from overlap_record import Overlap
 
 from dflow_lightning import files
 from dflow_lightning.html import image, number, page, table
-from dflow_lightning.report.pictures import DASHES, GREYS, MARKERS
+from dflow_lightning.report.charts import DASHES, GREYS, MARKERS
 
 PAIRED = (
     "<p>Every round of the relay-on decoding was drafted a second time, from the same state and "

@@ -172,7 +172,8 @@ def test_doctor_names_the_versions_file_that_an_installation_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert environment.TESTED == ROOT / "constraints/cpu.txt"
-    assert environment.install("plots").endswith("-c constraints/cpu.txt -e '.[plots]'")
+    assert environment.install() == "pip install -c constraints/cpu.txt -e ."
+    assert environment.install("deepspeed").endswith("-c constraints/cpu.txt -e '.[deepspeed]'")
     monkeypatch.setattr(embedded, "IN_WHEEL", tmp_path)
     (tmp_path / "constraints").mkdir()
     inside = tmp_path / "constraints/cpu.txt"

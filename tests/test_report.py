@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.report.charts import round_up
 from dflow_lightning.report.command import report_command
 from dflow_lightning.report.conditions import SAME_CONDITIONS
 
@@ -153,20 +152,20 @@ def test_throughput_by_concurrency(tmp_path):
     assert "3.000" in page.text  # tau of concurrency 1
     assert "6.000" not in page.text
     assert page.text.count("NO") == 2  # a wrong answer shows at whatever concurrency it came
-    lines = re.findall(r'<polyline points="([^"]*)"', html)
-    assert len(lines) == 2 + 3  # acceptance per position of two arms, then throughput
-    plain, on, off = lines[-3:]
-    heights = {
-        name: [float(point.split(",")[1]) for point in line.split()]
-        for name, line in (("plain", plain), ("on", on), ("off", off))
-    }
-    top, floor = 16.0, 256.0  # of the axis, 0 to 2000 tokens per second
-    expected = {"plain": (100, 400, 1600), "on": (250, 500, 1000), "off": (200, 400, 800)}
-    for name, rates in expected.items():
-        wanted = [floor - (floor - top) * rate / 2000 for rate in rates]
-        assert heights[name] == pytest.approx(wanted, abs=0.1)
-    dashes = re.findall(r'<polyline[^>]*stroke-dasharray="([^"]*)"', html)[-3:]
-    assert len(set(dashes)) == 3
+    heights, styles = [], []
+    for index in range(3):  # of the last chart: plain, relay on, relay off
+        line = re.findall(
+            rf'<g id="chart\d+-series{index}">\s*<path d="([^"]*)"[^>]*style="([^"]*)"', html
+        )
+        path, style = line[-1]
+        heights.append([float(y) for _, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)])
+        styles.append(style.partition("stroke-dasharray")[2])
+    rates = [(100, 400, 1600), (250, 500, 1000), (200, 400, 800)]
+    (low, _, high), scale = heights[0], (heights[0][0] - heights[0][2]) / 1500
+    assert low > high  # y runs downwards
+    for line, expected in zip(heights, rates, strict=True):
+        assert line == pytest.approx([low - scale * (rate - 100) for rate in expected], abs=0.1)
+    assert len(set(styles)) == 3
 
 
 def test_concurrencies_of_two_files_are_joined(tmp_path):
@@ -222,14 +221,6 @@ def test_unknown_rates_are_dashes(tmp_path):
     assert "Throughput and latency by concurrency" in text
     assert "Tokens per second by concurrency" not in text
     assert "None" not in text
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [(0.3, 0.4), (1.0, 1.0), (1.5, 2.0), (1600.0, 2000.0), (401, 600.0), (85000.0, 100000.0)],
-)
-def test_the_top_of_an_axis(value, expected):
-    assert round_up(value) == pytest.approx(expected)
 
 
 def test_an_answer_that_differs_stands_out(tmp_path):

@@ -40,14 +40,18 @@ ANSWER_WITHIN = 5.0  # seconds, of a tracking server
 IMPORT_WITHIN = 120.0  # seconds
 
 
-def install(extra: str) -> str:
+def install(extra: str = "") -> str:
     """The command that brings the tested versions, for a source checkout or an installed wheel."""
+
+    def quoted(name: str) -> str:
+        return f"'{name}[{extra}]'" if extra else name
+
     if TESTED is None or TESTED.is_relative_to(embedded.IN_CHECKOUT / "constraints"):
-        return f"pip install -c constraints/cpu.txt -e '.[{extra}]'"
-    return f"pip install -c {TESTED} '{PACKAGE}[{extra}]'"
+        return f"pip install -c constraints/cpu.txt -e {quoted('.')}"
+    return f"pip install -c {TESTED} {quoted(PACKAGE)}"
 
 
-INSTALL = install("plots")
+INSTALL = install()
 
 
 @dataclass(frozen=True)

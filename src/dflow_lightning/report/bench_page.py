@@ -10,7 +10,7 @@ from dflow_lightning.html import milliseconds, number, page, table
 from dflow_lightning.report.charts import (
     Series,
     bar_chart,
-    hatch_definitions,
+    own_ids,
     rate_chart,
     share_chart,
 )
@@ -71,14 +71,15 @@ def render(sources: list[str], results: list[dict]) -> str:
         for result in results
         for row in result["rows"]
     ]
-    parts = ["<h1>Speculative decoding: measured results</h1>", hatch_definitions(), INTRODUCTION]
+    parts = ["<h1>Speculative decoding: measured results</h1>", INTRODUCTION]
     for key, chosen in comparable(rows).items():
         temperature, rule, engine = key
         parts.append(f"<h2>Temperature {temperature:g} ({escape(rule)}, {escape(engine)})</h2>")
         parts += section(with_names(chosen))
     for source, result in zip(sources, results, strict=True):
         parts.append(environment_table(source, result["environment"]))
-    return page("dflow-lightning bench", parts)
+    numbered = [own_ids(part, number) for number, part in enumerate(parts)]
+    return page("dflow-lightning bench", numbered)
 
 
 def comparable(rows: list[dict]) -> dict[tuple[float, str, str], list[dict]]:

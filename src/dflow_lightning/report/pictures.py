@@ -5,22 +5,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflow_lightning.errors import InputError
-from dflow_lightning.html import image
-from dflow_lightning.report.runs import Arm, Run, label, taus
-
-try:
-    import matplotlib as mpl
-except ImportError:
-    raise InputError(
-        "runs: pictures need matplotlib; install it with pip install 'dflow-lightning[plots]'"
-    ) from None
-mpl.use("Agg")
 from matplotlib.figure import Figure
 
-DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
-MARKERS = ("o", "s", "^", "D", "x", "v")
-GREYS = ("0.0", "0.35", "0.55", "0.2", "0.7")
+from dflow_lightning.html import image
+from dflow_lightning.report.charts import DASHES, GREYS, MARKERS
+from dflow_lightning.report.runs import Arm, Run, label, taus
+
 ON: dict[str, Any] = {"color": "0.0", "linestyle": "-", "marker": "o"}
 OFF: dict[str, Any] = {
     "color": "0.4", "linestyle": "--", "marker": "s", "markerfacecolor": "white",

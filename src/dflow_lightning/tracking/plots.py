@@ -1,4 +1,4 @@
-"""Charts of a validation as PNG, for those who look at artifacts; needs matplotlib."""
+"""Charts of a validation as PNG, for those who look at artifacts."""
 
 from __future__ import annotations
 
