@@ -443,8 +443,8 @@ def edit(path, change) -> None:
 
 
 def flag_changed(folder) -> None:
-    tensors = load_file(folder / integrity.CARRYOVER)
-    save_file({"flag": tensors["flag"] + 1}, folder / integrity.CARRYOVER)
+    tensors = load_file(folder / integrity.CARRYOVER_FILE)
+    save_file({"flag": tensors["flag"] + 1}, folder / integrity.CARRYOVER_FILE)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def flag_changed(folder) -> None:
             lambda f: edit(f / "carryover/config.json", lambda c: c.update(first_rejected=False)),
             "carryover/config.json differs from dflow_config",
         ),
-        (lambda f: (f / integrity.CARRYOVER).unlink(), "holds no carryover.safetensors"),
+        (lambda f: (f / integrity.CARRYOVER_FILE).unlink(), "holds no carryover.safetensors"),
         (flag_changed, "checksum of"),
     ],
 )

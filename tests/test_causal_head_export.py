@@ -17,7 +17,7 @@ from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.errors import InputError
 from dflow_lightning.export.speculators import export_speculators
 from dflow_lightning.export.validate import validate_export
-from dflow_lightning.export.validate_folder import Subject, checkpoint, engine_contract
+from dflow_lightning.export.validate_folder import Subject, checkpoint_check, engine_contract_check
 from dflow_lightning.export.write import export_drafter
 from dflow_lightning.formats.drafter_folder import load_export
 from dflow_lightning.formats.engine_contract import check_contract
@@ -212,11 +212,11 @@ def test_a_checkpoint_comes_back_with_its_head(module, saved, pristine):
     content = torch.load(saved, weights_only=True)
     prompts = [Prompt("p", "default", [3, 5, 7], [])]
     subject = Subject(pristine, module.target, prompts, 4, Path("x"), content)
-    assert "bit for bit" in checkpoint(subject)[0]
-    assert "vLLM has no causal head" in engine_contract(subject)[0]
+    assert "bit for bit" in checkpoint_check(subject)[0]
+    assert "vLLM has no causal head" in engine_contract_check(subject)[0]
     content["state_dict"]["drafter.causal_head.embed_proj.2.weight"] += 1
     with pytest.raises(Exception, match=r"embed_proj.2.weight is not that of the checkpoint"):
-        checkpoint(subject)
+        checkpoint_check(subject)
 
 
 def test_resuming_needs_the_same_head(module, saved, tiny_target_dir):

@@ -68,10 +68,10 @@ def test_body_and_relay_are_the_same_files(exported):
 
 
 def test_it_records_itself(exported):
-    integrity.check_unchanged(exported / "speculators", read(exported / "speculators"))
+    integrity.check_export_unchanged(exported / "speculators", read(exported / "speculators"))
     edit_json(exported / "speculators/config.json", mask_token_id=1)
     with pytest.raises(InputError, match="has mask_token_id 1"):
-        integrity.check_unchanged(exported / "speculators", read(exported / "speculators"))
+        integrity.check_export_unchanged(exported / "speculators", read(exported / "speculators"))
 
 
 def test_card_gives_the_commands_of_this_layout(exported):

@@ -16,6 +16,7 @@ from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.errors import InputError
 from dflow_lightning.export import validate_decoding, validate_folder
 from dflow_lightning.export.command import export_command
+from dflow_lightning.export.draft_logits import draft_logits
 from dflow_lightning.export.validate import CHECKS, validate_export
 from dflow_lightning.export.validate_folder import Subject, interleaved
 from dflow_lightning.export.write import export_drafter
@@ -151,15 +152,15 @@ def test_mistakes(option, sentence, run, tiny_target_dir, data_dir, launch: "Lau
 
 
 def test_files_and_contract(subject, monkeypatch):
-    assert validate_folder.files(subject)[0] == "20 tensors in bfloat16, checksums hold"
-    validate_folder.engine_contract(subject)
+    assert validate_folder.files_check(subject)[0] == "20 tensors in bfloat16, checksums hold"
+    validate_folder.engine_contract_check(subject)
     monkeypatch.setattr(validate_folder, "check_contract", lambda folder: ["a is b", "c is d"])
     with pytest.raises(FailedError, match=r"a is b .and 1 more"):
-        validate_folder.engine_contract(subject)
+        validate_folder.engine_contract_check(subject)
 
 
 def test_config_agrees_with_the_target(subject, tiny_target, tmp_path):
-    assert validate_folder.config(subject)[0].startswith("taps 0, 1, 2 of 4, mask 261")
+    assert validate_folder.config_check(subject)[0].startswith("taps 0, 1, 2 of 4, mask 261")
     config = DrafterConfig(num_layers=1, block_size=4, target_layer_ids=[0, 1, 2])
     dims = DrafterDims.resolve(config, tiny_target)
     for name, changed, expected in (
@@ -168,22 +169,22 @@ def test_config_agrees_with_the_target(subject, tiny_target, tmp_path):
     ):
         export_drafter(Drafter(replace(dims, **changed)), None, tiny_target, tmp_path / name)
         with pytest.raises((FailedError, InputError), match=expected):
-            validate_folder.config(replace(subject, folder=tmp_path / name))
+            validate_folder.config_check(replace(subject, folder=tmp_path / name))
 
 
 def test_taps_of_another_layer_are_seen(subject, tiny_target):
-    validate_folder.taps(subject)
+    validate_folder.taps_check(subject)
     recorded = section(subject)["tap_fingerprint"]
     recorded["layers"]["1"]["values"][0] *= 1.1
     with pytest.raises(FailedError, match=r"layer 1 of the target is .* away") as caught:
-        validate_folder.taps(subject)
+        validate_folder.taps_check(subject)
     assert list(caught.value.values) == ["1"]
     recorded["layers"] = {str(int(index) + 1): row for index, row in recorded["layers"].items()}
     with pytest.raises(FailedError, match="fingerprint is of layers 1, 2, 3"):
-        validate_folder.taps(subject)
+        validate_folder.taps_check(subject)
     del section(subject)["tap_fingerprint"]
     with pytest.raises(SkippedError):
-        validate_folder.taps(subject)
+        validate_folder.taps_check(subject)
 
 
 def test_the_fingerprint_is_that_of_hugging_face(subject, tiny_target_dir):
@@ -202,23 +203,23 @@ def test_the_fingerprint_is_that_of_hugging_face(subject, tiny_target_dir):
 
 def test_a_target_in_bfloat16_has_the_same_fingerprint(subject, tiny_target_dir):
     rounded = FrozenTarget.load(str(tiny_target_dir), dtype="bfloat16")
-    found, _ = validate_folder.taps(replace(subject, target=rounded))
+    found, _ = validate_folder.taps_check(replace(subject, target=rounded))
     assert found.startswith("3 layers")
     assert rounded.dtype == torch.bfloat16
 
 
 def test_checkpoint_is_compared_bit_for_bit(subject):
-    assert validate_folder.checkpoint(subject)[0].startswith(
+    assert validate_folder.checkpoint_check(subject)[0].startswith(
         "draft logits of 3 blocks are bit for bit"
     )
     state = subject.checkpoint["state_dict"]
     state["drafter.norm.weight"][0] += 1e-5  # lost in bfloat16, like the export's own rounding
-    validate_folder.checkpoint(subject)
+    validate_folder.checkpoint_check(subject)
     state["drafter.norm.weight"][0] += 0.1
     with pytest.raises(FailedError, match=r"tensor norm\.weight is not that of the checkpoint"):
-        validate_folder.checkpoint(subject)
+        validate_folder.checkpoint_check(subject)
     with pytest.raises(SkippedError):
-        validate_folder.checkpoint(replace(subject, checkpoint=None))
+        validate_folder.checkpoint_check(replace(subject, checkpoint=None))
 
 
 @pytest.mark.parametrize(
@@ -235,16 +236,16 @@ def test_another_checkpoint_is_named(subject, place, key, value, expected):
     saved = subject.checkpoint["dflow"]
     (saved[place] if place else saved)[key] = value
     with pytest.raises(FailedError, match=expected):
-        validate_folder.checkpoint(subject)
+        validate_folder.checkpoint_check(subject)
 
 
 def test_logits_differ_where_weights_do(subject, tiny_target):
     """The comparison of logits would see what the comparison of tensors sees first."""
     drafter, relay = validate_folder.rebuild(subject.checkpoint, subject.loaded, tiny_target)
     parts = subject.loaded.drafter, subject.loaded.relay
-    first = validate_folder.draft_logits(tiny_target, drafter, relay, [3, 5])
-    assert torch.equal(first, validate_folder.draft_logits(tiny_target, *parts, [3, 5]))
-    assert not torch.equal(first, validate_folder.draft_logits(tiny_target, drafter, None, [3, 5]))
+    first = draft_logits(tiny_target, drafter, relay, [3, 5])
+    assert torch.equal(first, draft_logits(tiny_target, *parts, [3, 5]))
+    assert not torch.equal(first, draft_logits(tiny_target, drafter, None, [3, 5]))
 
 
 def with_decoder(subject: Subject, change: Callable[..., list[int]]) -> Subject:
@@ -261,7 +262,7 @@ def with_decoder(subject: Subject, change: Callable[..., list[int]]) -> Subject:
 
 
 def test_lossless(subject):
-    detail, values = validate_decoding.lossless(subject)
+    detail, values = validate_decoding.lossless_check(subject)
     assert values == {"answers": 12, "excused_ties": 0, "differences": 0}
     assert detail == "12 answers equal plain decoding token for token, 0 excused ties"
 
@@ -270,14 +271,14 @@ def test_lossless(subject):
         return [*token_ids[:4], 7, *token_ids[5:]] if late and len(token_ids) > 5 else token_ids
 
     with pytest.raises(FailedError, match=r"relay off, T=1\) at token 4: 7 instead of") as caught:
-        validate_decoding.lossless(with_decoder(subject, wrong))
+        validate_decoding.lossless_check(with_decoder(subject, wrong))
     assert caught.value.values["first"]["excused"] is False
 
 
 def test_ties_are_excused_and_counted(subject, monkeypatch):
     monkeypatch.setattr("dflow_lightning.decode.equality.TIE", 1e9)
     changed = with_decoder(subject, lambda ids, *_: [(ids[0] + 1) % 250, *ids[1:]])
-    assert validate_decoding.lossless(changed)[1] == {
+    assert validate_decoding.lossless_check(changed)[1] == {
         "answers": 12,
         "excused_ties": 12,
         "differences": 0,
@@ -290,7 +291,7 @@ def test_lossless_asserts_nothing_in_bfloat16(subject, tiny_target_dir):
         replace(subject, target=rounded), lambda ids, *_: [(ids[0] + 1) % 250, *ids[1:]]
     )
     with pytest.raises(SkippedError, match=r"12 of 12 answers .* bfloat16"):
-        validate_decoding.lossless(changed)
+        validate_decoding.lossless_check(changed)
 
 
 class FakeDecoder:
@@ -305,38 +306,38 @@ class FakeDecoder:
 
 def test_another_backend_is_compared_with_the_eager_one(subject):
     subject.__dict__["decoder"] = FakeDecoder(lambda backend: [1, 2, 3])
-    assert validate_decoding.compiled(subject)[1]["answers"] == 6
+    assert validate_decoding.compiled_check(subject)[1]["answers"] == 6
     subject.__dict__["decoder"] = FakeDecoder(lambda backend: [1, 2 + len(backend), 3])
     with pytest.raises(FailedError, match=r"compiled, T=0\) at token 1: 10 instead of 7"):
-        validate_decoding.compiled(subject)
+        validate_decoding.compiled_check(subject)
 
 
 def test_a_package_that_is_not_there_is_skipped(subject):
     with pytest.raises(SkippedError, match=r"no decode/draft\.pt2"):
-        validate_decoding.package(subject)
+        validate_decoding.package_check(subject)
 
 
 def test_tau_is_that_of_the_training_on_its_prompts(subject):
-    detail, values = validate_decoding.tau(subject)
+    detail, values = validate_decoding.tau_check(subject)
     assert values["prompts"] == 6
     assert values["relay"] == "on"
     assert values["tau"] == pytest.approx(values["training_tau"], rel=0.05)
     assert "validation prompts" in detail
     section(subject)["training"]["val_tau_relay_on"] = 1.2 * values["tau"]
     with pytest.raises(FailedError, match="more than 15% apart"):
-        validate_decoding.tau(subject)
+        validate_decoding.tau_check(subject)
 
 
 def test_tau_is_not_compared_with_that_of_other_prompts(subject, data_dir, tmp_path):
     with pytest.raises(SkippedError, match=r"validation\.jsonl\) are not here"):
-        validate_decoding.tau(replace(subject, suite=data_dir / "test.jsonl"))
+        validate_decoding.tau_check(replace(subject, suite=data_dir / "test.jsonl"))
     same_name = tmp_path / "validation.jsonl"
     shutil.copy(data_dir / "test.jsonl", same_name)
     with pytest.raises(SkippedError, match="are not here"):
-        validate_decoding.tau(replace(subject, suite=same_name))
+        validate_decoding.tau_check(replace(subject, suite=same_name))
     section(subject)["training"] = None
     with pytest.raises(SkippedError, match="no tau"):
-        validate_decoding.tau(subject)
+        validate_decoding.tau_check(subject)
 
 
 def test_prompts_lie_beside_the_target(subject, tiny_target_dir, data_dir, tmp_path):

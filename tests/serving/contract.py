@@ -117,7 +117,7 @@ def main() -> None:
     starts = torch.arange(REQUESTS + 1, dtype=torch.int32) * K
     left = {}
     for name, run in (("V1", run_v1), ("V2", run_v2)):
-        assert hooks.install(name) is None
+        assert hooks.install_hooks(name) is None
         drafter.model.correction_QD.fill_(float("nan"))
         try:
             run(drafter, ids, taps, starts)

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflow_lightning.models.relay import Relay, align
-from dflow_lightning.serving.vllm.correction import Verified, correction, rejected_rows
+from dflow_lightning.serving.vllm.correction import VerifiedBatch, correction, rejected_rows
 
 K, D = 6, 4
 
@@ -66,14 +66,14 @@ def run(rows: list[int], rejected: list[int], features_TD: torch.Tensor, **chang
     """The correction of a batch whose ids are the row numbers."""
     torch.manual_seed(1)
     embedding = torch.nn.Embedding(200, D)
-    verified = Verified(
+    verified = VerifiedBatch(
         ids_T=torch.arange(sum(rows), dtype=torch.int32),
         ends_R=ends_of(rows).int(),
         num_rejected_R=torch.tensor(rejected, dtype=torch.int32),
         bonus_R=torch.arange(len(rows)) + 100,
         features=lambda index: features_TD[index],
     )
-    verified = Verified(**vars(verified) | changes)
+    verified = VerifiedBatch(**vars(verified) | changes)
     with torch.no_grad():
         return correction(
             make_relay(), verified, K, first_rejected=True, norm=torch.tanh, embed=embedding
@@ -129,7 +129,7 @@ def test_shapes_are_static_and_nothing_waits_for_the_device() -> None:
     """Fake tensors have no values: whatever reads one raises."""
     relay = make_relay()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        verified = Verified(
+        verified = VerifiedBatch(
             ids_T=torch.zeros(20, dtype=torch.int32),
             ends_R=torch.zeros(3, dtype=torch.int32),
             num_rejected_R=torch.zeros(3, dtype=torch.int32),

@@ -26,7 +26,7 @@ def v1_call(proposer, rejected):
 
 
 def test_v1_prepares_before_vllm_goes_on(vllm) -> None:
-    assert hooks.install("V1") is None
+    assert hooks.install_hooks("V1") is None
     proposer = vllm.proposer()
     proposer.model = vllm.drafter()
     assert v1_call(proposer, torch.tensor([2, 0], dtype=torch.int32)) == ("inputs", 1)
@@ -40,7 +40,7 @@ def test_v1_prepares_before_vllm_goes_on(vllm) -> None:
 
 
 def test_v1_without_drafts_has_nothing_verified(vllm) -> None:
-    hooks.install("V1")
+    hooks.install_hooks("V1")
     proposer = vllm.proposer()
     proposer.model = vllm.drafter()
     v1_call(proposer, None)
@@ -48,7 +48,7 @@ def test_v1_without_drafts_has_nothing_verified(vllm) -> None:
 
 
 def test_a_model_inside_a_graph_wrapper_is_found(vllm) -> None:
-    hooks.install("V1")
+    hooks.install_hooks("V1")
     proposer, inner = vllm.proposer(), vllm.drafter()
     proposer.model = SimpleNamespace(unwrap=lambda: inner, asked=[])
     v1_call(proposer, None)
@@ -57,15 +57,15 @@ def test_a_model_inside_a_graph_wrapper_is_found(vllm) -> None:
 
 @pytest.mark.parametrize("model", ["no relay", "another class"])
 def test_other_drafters_run_as_ever(vllm, model: str) -> None:
-    hooks.install("V1")
+    hooks.install_hooks("V1")
     proposer = vllm.proposer()
     proposer.model = vllm.drafter(relay=None) if model == "no relay" else SimpleNamespace(asked=[])
     assert v1_call(proposer, torch.tensor([2, 0])) == ("inputs", 0)
 
 
 def test_installing_twice_wraps_once(vllm) -> None:
-    hooks.install("V1")
-    hooks.install("V1")
+    hooks.install_hooks("V1")
+    hooks.install_hooks("V1")
     proposer = vllm.proposer()
     proposer.model = vllm.drafter()
     v1_call(proposer, None)
@@ -91,7 +91,7 @@ def v2_call(speculator, **changes):
 
 
 def v2_speculator(vllm):
-    assert hooks.install("V2") is None
+    assert hooks.install_hooks("V2") is None
     speculator = vllm.speculator()
     speculator.model = vllm.drafter()
     return speculator
@@ -127,13 +127,13 @@ def test_a_changed_signature_is_named_and_left_alone(vllm, runner: str) -> None:
     name = "set_inputs_first_pass" if runner == "V1" else "propose"
     other = lambda self, batch: None  # noqa: E731
     setattr(owner, name, other)
-    assert "has no parameter" in str(hooks.install(runner))
+    assert "has no parameter" in str(hooks.install_hooks(runner))
     assert getattr(owner, name) is other
 
 
 def test_a_call_that_is_gone_is_named(vllm) -> None:
     vllm.proposer.propose = lambda self, target_hidden_states: None
-    assert hooks.install("V1") == (
+    assert hooks.install_hooks("V1") == (
         "DFlashProposer.propose no longer calls self.model.combine_hidden_states"
     )
 

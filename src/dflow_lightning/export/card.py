@@ -7,7 +7,7 @@ import yaml
 from dflow_lightning.formats.config_keys import EAGLE3_SECTION, EAGLE3_TAPS
 
 # What made the weights; the rest of a recipe says where a run kept its files and what it logged.
-SECTIONS = ("seed_everything", "method", "model", "rollout", "data", "steps")
+WEIGHT_SECTIONS = ("seed_everything", "method", "model", "rollout", "data", "steps")
 TRAINER = ("precision", "accumulate_grad_batches", "gradient_clip_val", "devices", "num_nodes")
 
 DECODE = """## Decode
@@ -101,12 +101,12 @@ licence of `{target}` applies to how both may be used.
 """
 )
 
-VLLM = """
+VLLM_COMMAND = """
 vllm serve {target} --speculative-config \\
   '{{"method": "dflash", "model": "<this folder>", "num_speculative_tokens": {num_draft_tokens}}}'
 """
 
-RECIPE = """## Recipe
+RECIPE_PART = """## Recipe
 
 ```yaml
 {recipe}```
@@ -169,8 +169,8 @@ def model_card(config: dict[str, Any], recipe: dict[str, Any]) -> str:
         causal_head=f"GRU of {dflash['gru_hidden_dim']}, rank {dflash['emb_dim']}"
         if head
         else "none",
-        vllm="" if head else VLLM.format(**numbers),
-        recipe=RECIPE.format(recipe=recipe_yaml(recipe)) if recipe else "",
+        vllm="" if head else VLLM_COMMAND.format(**numbers),
+        recipe=RECIPE_PART.format(recipe=recipe_yaml(recipe)) if recipe else "",
     )
 
 
@@ -185,7 +185,7 @@ def eagle3_card(config: dict[str, Any], recipe: dict[str, Any]) -> str:
         target_layer_ids=config[EAGLE3_SECTION][EAGLE3_TAPS],
         tau=training_tau(ours.get("training")),
         dtype=config["dtype"],
-        recipe=RECIPE.format(recipe=recipe_yaml(recipe)) if recipe else "",
+        recipe=RECIPE_PART.format(recipe=recipe_yaml(recipe)) if recipe else "",
     )
 
 
@@ -201,7 +201,7 @@ def training_tau(training: dict[str, Any] | None) -> str:
 def recipe_yaml(recipe: dict[str, Any]) -> str:
     """The settings that the weights depend on, as YAML, without those that were left open."""
     trainer = recipe.get("trainer") or {}
-    shown = {key: recipe[key] for key in SECTIONS if key in recipe}
+    shown = {key: recipe[key] for key in WEIGHT_SECTIONS if key in recipe}
     shown["trainer"] = {key: trainer[key] for key in TRAINER if key in trainer}
     return yaml.safe_dump(_given(shown), sort_keys=False)
 

@@ -35,15 +35,15 @@ from dflow_lightning.terminal import labelled
 from dflow_lightning.training.saved import open_checkpoint
 
 CHECKS: dict[str, Callable[[Subject], Found]] = {
-    "files": validate_folder.files,
-    "engine contract": validate_folder.engine_contract,
-    "config": validate_folder.config,
-    "tap fingerprint": validate_folder.taps,
-    "checkpoint": validate_folder.checkpoint,
-    "lossless": validate_decoding.lossless,
-    "compiled": validate_decoding.compiled,
-    "package": validate_decoding.package,
-    "tau": validate_decoding.tau,
+    "files": validate_folder.files_check,
+    "engine contract": validate_folder.engine_contract_check,
+    "config": validate_folder.config_check,
+    "tap fingerprint": validate_folder.taps_check,
+    "checkpoint": validate_folder.checkpoint_check,
+    "lossless": validate_decoding.lossless_check,
+    "compiled": validate_decoding.compiled_check,
+    "package": validate_decoding.package_check,
+    "tau": validate_decoding.tau_check,
 }
 
 
@@ -114,10 +114,10 @@ def validate_export(subject: Subject) -> Iterator[Check]:
     """Run all checks, one after the other; a drafter that does not load fails the first one."""
     unusable = None
     for name, check in CHECKS.items():
-        if unusable and check is not validate_folder.engine_contract:
+        if unusable and check is not validate_folder.engine_contract_check:
             yield Check(name, "skip", unusable)
             continue
         found = outcome(name, check, subject)
-        if check is validate_folder.files and found.status == "FAIL":
+        if check is validate_folder.files_check and found.status == "FAIL":
             unusable = "the drafter does not load"
         yield found

@@ -31,7 +31,7 @@ TEMPERATURES = (0.0, 1.0)
 BATCH_SIZE = 4
 
 
-def lossless(subject: Subject) -> Found:
+def lossless_check(subject: Subject) -> Found:
     """Speculative answers against plain ones, with the ties that `equality` excuses."""
     decoder, prompts = subject.decoder, subject.prompts
     found: list[tuple[str, Difference]] = []
@@ -46,15 +46,15 @@ def lossless(subject: Subject) -> Found:
     return _judge(subject, found, answers, "plain decoding")
 
 
-def compiled(subject: Subject) -> Found:
+def compiled_check(subject: Subject) -> Found:
     """The compiled decoder against the eager one."""
     return _backend(subject, "compiled")
 
 
-def package(subject: Subject) -> Found:
+def package_check(subject: Subject) -> Found:
     """The decoder of the export's package against the eager one."""
-    if not (subject.folder / integrity.PACKAGE).is_file():
-        raise SkippedError(f"the folder holds no {integrity.PACKAGE}")
+    if not (subject.folder / integrity.PACKAGE_FILE).is_file():
+        raise SkippedError(f"the folder holds no {integrity.PACKAGE_FILE}")
     return _backend(subject, "package")
 
 
@@ -129,7 +129,7 @@ def _judge(
     return f"{answers} answers equal {reference} token for token, {ties} excused ties", values
 
 
-def tau(subject: Subject) -> Found:
+def tau_check(subject: Subject) -> Found:
     """Tau on the training's validation prompts, against what the training measured on them."""
     training = subject.section.get("training")
     if training is None:

@@ -26,7 +26,7 @@ from dflow_lightning.models.relay import Relay, RelayConfig
 from dflow_lightning.models.target import FrozenTarget
 
 
-def files(subject: Subject) -> Found:
+def files_check(subject: Subject) -> Found:
     """Whatever `load_export` refuses."""
     loaded = subject.loaded
     parts = [part for part in (loaded.drafter, loaded.relay) if part is not None]
@@ -36,7 +36,7 @@ def files(subject: Subject) -> Found:
     return f"{tensors} tensors in {stored}, {checksums}", {"tensors": tensors}
 
 
-def engine_contract(subject: Subject) -> Found:
+def engine_contract_check(subject: Subject) -> Found:
     """Whatever `check_contract` lists."""
     problems = check_contract(subject.folder)
     if problems:
@@ -47,7 +47,7 @@ def engine_contract(subject: Subject) -> Found:
     return "SGLang and vLLM find what they look for", {}
 
 
-def config(subject: Subject) -> Found:
+def config_check(subject: Subject) -> Found:
     """What agrees inside the folder, but not with the target.
 
     `load_export` has compared the sizes and weights of the target. A drafter has attention heads of
@@ -73,7 +73,7 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default"} | rope
 
 
-def taps(subject: Subject) -> Found:
+def taps_check(subject: Subject) -> Found:
     """The target's layers at the drafter's taps against the fingerprint of the export."""
     recorded = subject.section.get("tap_fingerprint")
     if recorded is None:
@@ -94,7 +94,7 @@ def taps(subject: Subject) -> Found:
     return f"{len(layer_ids)} layers of the target give what they gave at the export", {}
 
 
-def checkpoint(subject: Subject) -> Found:
+def checkpoint_check(subject: Subject) -> Found:
     """Weights and draft logits of the files against those of the checkpoint, rounded alike."""
     if subject.checkpoint is None:
         raise SkippedError("no --checkpoint given")

@@ -89,7 +89,7 @@ def export_drafter(
         if isinstance(drafter, Drafter) and drafter.carryover is not None:
             (folder / "carryover").mkdir()
             _write_json(folder / "carryover/config.json", carryover_config(first_rejected))
-            _save(_weights(drafter.carryover, dtype), folder / integrity.CARRYOVER)
+            _save(_weights(drafter.carryover, dtype), folder / integrity.CARRYOVER_FILE)
         integrity.record(folder, config)
         (folder / "README.md").write_text(card(config, recipe or {}), encoding="utf-8")
         _write_json(folder / "config.json", config)  # last: without it a folder is no export

@@ -85,7 +85,7 @@ def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
     if isinstance(drafter, Drafter) and drafter.dims.carryover:
         drafter.carryover = Carryover(dims.hidden_size)
         first_rejected = load_carryover(drafter.carryover, folder, config)
-    integrity.check_unchanged(folder, config)
+    integrity.check_export_unchanged(folder, config)
     for part in (drafter, relay):
         if part is not None:
             part.to(target.device, target.dtype).eval().requires_grad_(False)
@@ -111,7 +111,7 @@ def load_carryover(carryover: Carryover, folder: Path, config: dict[str, Any]) -
             f"drafter: {folder}/carryover/config.json has first_rejected {first}, which is not "
             "that of the relay; export it again"
         )
-    load_tensors(carryover, folder / integrity.CARRYOVER, None)
+    load_tensors(carryover, folder / integrity.CARRYOVER_FILE, None)
     return first
 
 

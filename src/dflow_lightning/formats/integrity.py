@@ -20,9 +20,9 @@ from typing import Any
 
 from dflow_lightning.errors import InputError
 
-PACKAGE = "decode/draft.pt2"
-CARRYOVER = "carryover/carryover.safetensors"
-FILES = ("model.safetensors", "relay/relay.safetensors", CARRYOVER, PACKAGE)
+PACKAGE_FILE = "decode/draft.pt2"
+CARRYOVER_FILE = "carryover/carryover.safetensors"
+FILES = ("model.safetensors", "relay/relay.safetensors", CARRYOVER_FILE, PACKAGE_FILE)
 SECTION = "dflow_config"
 PICKLED = {".bin", ".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".joblib"}
 CODE = {".py", ".pyc", ".so", ".pt2"}
@@ -37,7 +37,7 @@ def record(folder: Path, config: dict[str, Any]) -> None:
     section["checksums"][SECTION] = section_sha256(section)
 
 
-def check_unchanged(folder: Path, config: dict[str, Any]) -> None:
+def check_export_unchanged(folder: Path, config: dict[str, Any]) -> None:
     """Compare a folder with what it recorded when it was exported.
 
     Raises:
@@ -94,7 +94,7 @@ def check_files(folder: Path) -> None:
             raise InputError(
                 f"drafter: {folder} holds {name}; only safetensors files are read, remove it"
             )
-        if path.suffix in CODE and str(name) != PACKAGE:
+        if path.suffix in CODE and str(name) != PACKAGE_FILE:
             raise InputError(
                 f"drafter: {folder} holds {name}; an export holds no other code, remove it"
             )

@@ -11,7 +11,7 @@ to the next layer: Hugging Face's `hidden_states[id + 1]`, residual included, no
 Euclidean norm is `norm` and its first components are `values`. Both were computed in float32, from
 weights that had been loaded as `weights` says; the numbers in the file are exact, but other kernels
 differ in the last digits. An engine in float32 that is more than 1 in 1,000 away, or one in
-bfloat16 more than 1 in 20, taps another layer or runs another target: `distance` below says how
+bfloat16 more than 1 in 20, taps another layer or runs another target: `tap_distance` below says how
 that is measured. (The embedded target in bfloat16 is 1 in 70 away; its next layer 1 in 5.)
 
 Shapes: S sequence, D hidden, C tapped width (taps x D).
@@ -66,11 +66,11 @@ def far_layers(recorded: dict[str, Any], found: dict[str, Any]) -> dict[str, flo
     """Layers that two fingerprints of the same tokens do not agree on, with their distance."""
     limit = TOLERANCE if recorded["weights"] == found["weights"] else ROUNDED_TOLERANCE
     pairs = {id: (recorded["layers"][id], found["layers"][id]) for id in recorded["layers"]}
-    distances = {id: distance(*pair) for id, pair in pairs.items()}
+    distances = {id: tap_distance(*pair) for id, pair in pairs.items()}
     return {id: far for id, far in distances.items() if far > limit}
 
 
-def distance(recorded: dict[str, Any], found: dict[str, Any]) -> float:
+def tap_distance(recorded: dict[str, Any], found: dict[str, Any]) -> float:
     """How far apart one layer is in two fingerprints, relative to the recorded one.
 
     The larger of the relative difference of the norms and that of the values, taken as vectors.

@@ -17,7 +17,7 @@ from dflow_lightning.tracking.callback import KEY, RUN_ID
 from dflow_lightning.tracking.logger import flatten
 from dflow_lightning.training.saved import Checkpoint
 
-FOLDER = "checkpoints"
+CHECKPOINT_FOLDER = "checkpoints"
 # What shapes a training: the same on resume, or its second half is another run.
 TRAINING_KEYS = ("model.", "data.", "rollout.", "seed_everything", "method")
 FREE_KEYS = (  # a resume may change these: they do not reach the weights
@@ -78,7 +78,7 @@ class Checkpointing(ModelCheckpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Files go to the run folder, never to a path made from a run id."""
-        self.dirpath = str(Path(trainer.default_root_dir).resolve() / FOLDER)
+        self.dirpath = str(Path(trainer.default_root_dir).resolve() / CHECKPOINT_FOLDER)
         with warnings.catch_warnings():  # a resume finds its own files there
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")
             super().setup(trainer, pl_module, stage)
@@ -285,8 +285,10 @@ def find_checkpoint(run_dir: Path, name: str) -> Path | None:
     Returns:
         None for `auto` in a run folder without a checkpoint: the run has not begun.
     """
-    known = name in ("last", "best", "auto")
-    path = run_dir / FOLDER / f"{'last' if name == 'auto' else name}.ckpt" if known else Path(name)
+    path = Path(name)
+    if name in ("last", "best", "auto"):
+        file = "best.ckpt" if name == "best" else "last.ckpt"
+        path = run_dir / CHECKPOINT_FOLDER / file
     recover(path)
     if not path.exists():
         if name == "auto":

@@ -18,7 +18,12 @@ from dflow_lightning.commandline.arguments import OneSentence, spell_out
 from dflow_lightning.commandline.recipe import layers, with_bases
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.errors import InputError, RunError
-from dflow_lightning.run.checkpoint import FOLDER, Checkpointing, SavedRun, find_checkpoint
+from dflow_lightning.run.checkpoint import (
+    CHECKPOINT_FOLDER,
+    Checkpointing,
+    SavedRun,
+    find_checkpoint,
+)
 from dflow_lightning.run.guards import Guards, out_of_memory
 from dflow_lightning.run.progress import RunProgress
 from dflow_lightning.run.signals import GracefulStop, Signals, Stopped
@@ -261,9 +266,9 @@ def default_run_dir(name: str, ckpt_path: str | None, *, fresh: bool) -> Path:
     """
     if ckpt_path not in (None, "last", "best", "auto"):
         folder = Path(ckpt_path).absolute().parent
-        return folder.parent if folder.name == FOLDER else RUNS / name
+        return folder.parent if folder.name == CHECKPOINT_FOLDER else RUNS / name
     folder, number, newest = RUNS / name, 1, None
-    while (folder / FOLDER).exists():
+    while (folder / CHECKPOINT_FOLDER).exists():
         number, newest = number + 1, folder
         folder = RUNS / f"{name}-{number}"
     return folder if newest is None or (fresh and ckpt_path is None) else newest

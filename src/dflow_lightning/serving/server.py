@@ -24,7 +24,7 @@ from typing import Any
 from dflow_lightning.errors import InputError
 
 # Offline, silent about use; the last two are read on CPUs alone.
-ENVIRONMENT = {
+SERVER_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -108,7 +108,7 @@ class VllmServer:
         self._end_on_sigterm()
         # Our source is not for the engine's environment, which has an installation of its own.
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        environment = inherited | ENVIRONMENT | dict(self.settings.environment)
+        environment = inherited | SERVER_ENVIRONMENT | dict(self.settings.environment)
         with self.log_file.open("w") as log:
             self._process = subprocess.Popen(
                 self.settings.command(self.port), stdout=log, stderr=log, env=environment,

@@ -32,7 +32,7 @@ def register_export(
     import_mlflow(destination.uri)
     name = name or model_name(destination.experiment, out)
     try:
-        version = register(destination, checkpoint, out, name)
+        version = register_version(destination, checkpoint, out, name)
     except Exception as error:  # whatever a store, a disk or a network raises
         uri = destination.uri
         said = (
@@ -68,7 +68,7 @@ def model_name(experiment: str, out: Path) -> str:
     return f"{experiment}-{target_name}"
 
 
-def register(destination: Destination, checkpoint: Checkpoint, out: Path, name: str) -> str:
+def register_version(destination: Destination, checkpoint: Checkpoint, out: Path, name: str) -> str:
     """The number of the new version."""
     content, file = checkpoint.content, checkpoint.path
     from mlflow.exceptions import MlflowException
@@ -92,13 +92,13 @@ def register(destination: Destination, checkpoint: Checkpoint, out: Path, name: 
             KEY_TAG: destination.key,
             "step": str(content.get("global_step")),
             "checkpoint": file.name,
-            **{name: f"{tau:.4f}" for name, tau in taus(content).items()},
+            **{name: f"{tau:.4f}" for name, tau in validation_taus(content).items()},
         },
     )
     return str(version.version)
 
 
-def taus(content: Mapping[str, Any]) -> dict[str, float]:
+def validation_taus(content: Mapping[str, Any]) -> dict[str, float]:
     """tau over all prompts with the relay on and off, where a validation measured it."""
     measured = (content.get(DECODED_KEY) or {}).get("metrics") or {}
     names = {"tau": "val/tau", "tau_relay_off": "val/tau_relay_off"}

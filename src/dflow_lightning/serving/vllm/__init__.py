@@ -25,5 +25,5 @@ def register() -> None:
         init_logger("vllm.dflow_lightning").warning(problem)
         return
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.drafter:DFlashDrafter")
-    preflight.install()
+    preflight.install_preflight()
     cpu_fixes.mend_sampling()

@@ -19,7 +19,7 @@ from dflow_lightning.models.relay import Relay, relay_rows
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedBatch:
     """What an engine knows after it has verified a batch.
 
     Args:
@@ -54,7 +54,7 @@ def rejected_rows(
 
 def correction(
     relay: Relay,
-    verified: Verified,
+    verified: VerifiedBatch,
     block_size: int,
     *,
     first_rejected: bool,

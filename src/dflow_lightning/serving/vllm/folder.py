@@ -66,7 +66,7 @@ def read_folder(folder: Path) -> FoundRelay | None:
     if ours:
         integrity.check_files(folder)
     relay, first_rejected = load_relay(folder, config, _hidden_size(folder, config))
-    integrity.check_unchanged(folder, config)
+    integrity.check_export_unchanged(folder, config)
     if relay is None:
         return None
     return FoundRelay(folder, relay.eval().requires_grad_(False), first_rejected)

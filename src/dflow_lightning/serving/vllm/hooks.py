@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflow_lightning.serving.vllm.correction import Verified
+from dflow_lightning.serving.vllm.correction import VerifiedBatch
 from dflow_lightning.serving.vllm.versions import V1_HOOKS, V2_HOOKS, Hook, differences
 
-WRAPPED = "_dflow_relay"
+RELAY_HOOK = "_dflow_relay"
 
 
-def install(runner: str) -> str | None:
+def install_hooks(runner: str) -> str | None:
     """Wrap the drafter of a runner, `V1` or `V2`, once; returns why it cannot be done."""
     hooks, before = {"V1": (V1_HOOKS, before_v1), "V2": (V2_HOOKS, before_v2)}[runner]
     for difference in differences(hooks):
@@ -38,7 +38,7 @@ def wrap(hook: Hook, before: Callable[[Any, dict[str, Any]], None]) -> None:
     """Let `before(self, arguments)` run ahead of a method of vLLM."""
     owner = getattr(import_module(hook.module), hook.owner)
     method = getattr(owner, hook.method)
-    if hasattr(method, WRAPPED):
+    if hasattr(method, RELAY_HOOK):
         return
     signature = inspect.signature(method)
 
@@ -50,7 +50,7 @@ def wrap(hook: Hook, before: Callable[[Any, dict[str, Any]], None]) -> None:
             before(self, bound.arguments)
         return method(self, *args, **kwargs)
 
-    setattr(wrapped, WRAPPED, True)
+    setattr(wrapped, RELAY_HOOK, True)
     setattr(owner, hook.method, wrapped)
 
 
@@ -73,7 +73,7 @@ def before_v1(proposer: Any, given: dict[str, Any]) -> None:
     states_TD = given["target_hidden_states"]
     verified = None
     if rejected is not None:  # None where no request of the batch had drafts
-        verified = Verified(
+        verified = VerifiedBatch(
             ids_T=given["target_token_ids"],
             ends_R=metadata.query_start_loc[1 : num_requests + 1],
             num_rejected_R=rejected[:num_requests],
@@ -99,7 +99,7 @@ def before_v2(speculator: Any, given: dict[str, Any]) -> None:
     verified = None
     if taps and whole and not given["dummy_run"]:
         sampled = given["last_sampled"]
-        verified = Verified(
+        verified = VerifiedBatch(
             ids_T=batch.input_ids,
             ends_R=batch.query_start_loc[1 : num_requests + 1],
             num_rejected_R=given["num_rejected"][:num_requests],

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
 from dflow_lightning.serving.vllm import cpu_fixes, hooks
-from dflow_lightning.serving.vllm.correction import Verified, correction
+from dflow_lightning.serving.vllm.correction import VerifiedBatch, correction
 from dflow_lightning.serving.vllm.preflight import find_relay
 
 logger = init_logger("vllm.dflow_lightning")
@@ -55,7 +55,7 @@ class RelayDFlashForCausalLM(DFlashQwen3ForCausalLM):
         if found is None:
             return
         runner = "V2" if vllm_config.use_v2_model_runner else "V1"
-        if problem := hooks.install(runner):
+        if problem := hooks.install_hooks(runner):
             logger.warning(
                 "DFlow relay: off, since the %s model runner of vLLM %s is not as it was: %s",
                 runner, __version__, problem,
@@ -77,7 +77,9 @@ class RelayDFlashForCausalLM(DFlashQwen3ForCausalLM):
         logger.info("DFlow relay: on, for up to %d slots in a batch", most)
 
     @torch.inference_mode()
-    def prepare_correction(self, verified: Verified | None, num_requests: int, block: int) -> None:
+    def prepare_correction(
+        self, verified: VerifiedBatch | None, num_requests: int, block: int
+    ) -> None:
         """Write the corrections of the coming draft pass.
 
         Args:

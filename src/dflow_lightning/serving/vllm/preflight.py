@@ -20,16 +20,16 @@ from dflow_lightning.models.fingerprint import weights_fingerprint
 from dflow_lightning.serving.vllm.folder import FoundRelay, local_folder, read_folder
 
 SWITCH = "dflow_relay"
-OFF = f"""or serve without relay: --additional-config '{{"{SWITCH}": false}}'"""
-WRAPPED = "_dflow_relay"
+SERVE_WITHOUT_RELAY = f"""or serve without relay: --additional-config '{{"{SWITCH}": false}}'"""
+RELAY_CHECK = "_dflow_relay"
 
 
-def install() -> None:
+def install_preflight() -> None:
     """Let vLLM check a drafter's folder when it has made its configuration, once."""
     from vllm.engine.arg_utils import EngineArgs
 
     create = EngineArgs.create_engine_config
-    if hasattr(create, WRAPPED):
+    if hasattr(create, RELAY_CHECK):
         return
 
     @functools.wraps(create)
@@ -38,7 +38,7 @@ def install() -> None:
         check(config)
         return config
 
-    setattr(create_engine_config, WRAPPED, True)
+    setattr(create_engine_config, RELAY_CHECK, True)
     EngineArgs.create_engine_config = create_engine_config
 
 
@@ -92,7 +92,7 @@ def check(vllm_config: Any) -> None:
         config = read_config(found.folder / "config.json")
         check_sizes(config, vllm_config.model_config, found.folder)
     except InputError as error:
-        raise InputError(f"{error}, {OFF}") from None
+        raise InputError(f"{error}, {SERVE_WITHOUT_RELAY}") from None
     warn = init_logger("vllm.dflow_lightning").warning
     for sentence in warnings(config, vllm_config, found.folder):
         warn(sentence)
