@@ -21,13 +21,13 @@ from targets import ROOT
 from torch import nn
 
 from dflow_lightning.__main__ import main
+from dflow_lightning.checks import Check
 from dflow_lightning.data.prepared import PreparedRow, PreparedWriter, finish
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.tokenizer import load_tokenizer, template_sha256, tokenizer_sha256
 from dflow_lightning.data.turns import training_rows
 from dflow_lightning.decode import rounds
 from dflow_lightning.doctor import environment
-from dflow_lightning.doctor.check import Check
 from dflow_lightning.doctor.command import examine
 from dflow_lightning.models import drafter, target
 from dflow_lightning.training import rollout
@@ -486,4 +486,4 @@ def test_finds_what_is_planted(
     record_property("line", f"{check.status:<4}  {check.name}: {check.detail}")
     assert check.status == status, check
     assert says in check.detail
-    assert "; " in check.detail  # the mend
+    assert "; " in check.detail  # the fix

@@ -104,3 +104,21 @@ def test_f23_a_plan_for_a_cpu_speaks_of_this_machine(tiny_target_dir: Path) -> N
     gpu = small(tiny_target_dir, "--trainer.accelerator=gpu")
     assert (gpu.recipe.gpu_memory, gpu.recipe.gpu_tflops) == (80.0, 125.0)
     assert ", bfloat16" in "\n".join(work(gpu))
+
+
+@pytest.mark.slow
+def test_a10_doctor_passes_the_tiny_recipe_and_finds_a_wrong_learning_rate(
+    launch: "Launcher", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(RECIPES.parent)
+    done = launch("doctor", "--config", "recipes/tiny-eagle3.yaml", "--json")
+    assert done.status == 0, done.err
+    statuses = {check["name"]: check["status"] for check in json.loads(done.out)["checks"]}
+    assert len(statuses) == 24
+    skipped = {name for name, status in statuses.items() if status == "skip"}
+    assert skipped == {"positions", "attention"}
+    lr = "--model.optimizer.lr=1e-9"
+    done = launch("doctor", "--config", "recipes/tiny-eagle3.yaml", lr, "--json")
+    assert done.status == 1
+    statuses = {check["name"]: check["status"] for check in json.loads(done.out)["checks"]}
+    assert [name for name, status in statuses.items() if status == "FAIL"] == ["overfit"]

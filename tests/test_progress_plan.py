@@ -8,6 +8,7 @@ import pytest
 from eagle3_training import make_eagle3
 from training import make_module
 
+from dflow_lightning.run import progress
 from dflow_lightning.run.summary import method
 from dflow_lightning.training.rollout import OnlineRollout
 
@@ -36,3 +37,22 @@ def test_methods_have_their_names(
 def test_eagle3_has_its_name(tiny_target_dir: Path) -> None:
     trainer: Any = SimpleNamespace(callbacks=[])
     assert method(trainer, make_eagle3(tiny_target_dir)).startswith("EAGLE-3: ")
+
+
+def test_f24_an_estimate_is_near_the_truth_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps take eight times as long; a validation of 20 s comes every 200 batches."""
+    seconds = [4.0] * 8 + [0.35, 0.65] * 996
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    speed, shown = progress.Speed(), list[float]()
+    for number, each in enumerate(seconds, start=1):
+        now[0] += each
+        speed.count(10)
+        if now[0] >= 60:
+            shown.append(now[0] + speed.remaining(len(seconds) - number))
+        if number % 200 == 0:
+            now[0] += 20.0
+            speed.resume()
+    total = now[0]
+    assert len(shown) > 1900
+    assert all(0.7 * total < estimate < 1.3 * total for estimate in shown)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ Found = tuple[str, dict[str, Any]]  # what an ok line says, and its numbers
 
 @dataclass(frozen=True)
 class Check:
-    """One line; `values` are its numbers. What is not ok ends with its mend, if there is one."""
+    """One line; `values` are its numbers. A line that is not ok ends with the fix."""
 
     name: str
     status: Status
@@ -52,3 +52,33 @@ def outcome(name: str, check: Callable[[Any], Found | str], subject: Any) -> Che
         return Check(name, "FAIL", str(error))
     detail, values = (found, {}) if isinstance(found, str) else found
     return Check(name, "ok", detail, values)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A check, and the names of the checks that have to pass before it can run."""
+
+    run: Callable[[Any], str]
+    needs: tuple[str, ...] = ()
+
+
+def run_checks(steps: Mapping[str, Step], subject: Any) -> Iterator[Check]:
+    """Run all steps in order; a failed one skips those that need it, and no others."""
+    missing: set[str] = set()
+    for name, step in steps.items():
+        if lacking := [need for need in step.needs if need in missing]:
+            check = Check(name, "skip", f"needs: {lacking[0]}")
+        else:
+            check = run_one(name, step, subject)
+        if check.status in ("FAIL", "skip"):
+            missing.add(name)
+        yield check
+
+
+def run_one(name: str, step: Step, subject: Any) -> Check:
+    """Run one check; whatever it raises is its result."""
+    try:
+        return outcome(name, step.run, subject)
+    except Exception as error:  # a damaged setup may raise anything, and the others still run
+        message = " ".join(str(error).split())[:200]
+        return Check(name, "FAIL", f"{type(error).__name__}: {message}; fix what it names")

@@ -1,8 +1,9 @@
 """`dflow-train doctor`: will a training run here, and does it compute what it should?
 
-Without a recipe the environment alone (`doctor_environment`), in seconds. With `--config` also its
-data and target (`doctor_recipe`) and, on one batch, what a mistake would spoil without an error
-(`doctor_model`). Each check is one line; none keeps the others from running.
+Without a recipe it checks the environment alone (`environment.py`), in seconds. With `--config` it
+also checks the recipe's data and target (`recipe.py`), the loaded models (`models.py`) and, on one
+batch, that they learn and decode losslessly (`trial.py`). Each check is one line, and a failed one
+does not stop the others.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from dflow_lightning.checks import Check
+from dflow_lightning.checks import Check, Step, run_checks, run_one
 from dflow_lightning.commandline.json_output import JsonOutput
-from dflow_lightning.doctor.check import Step, run_checks, run_one
 from dflow_lightning.doctor.environment import ENVIRONMENT, Environment
 from dflow_lightning.terminal import STDOUT, labelled
 
@@ -26,8 +26,8 @@ Check this environment and, with a recipe, everything that it needs, on one batc
   --json [FILE]          also write the checks to this file as JSON; without a file name print
                          them on standard output and everything else on standard error
 
-Each line is ok, warn, FAIL or skip, and says how to mend what it found. Exit status 0 when nothing
-failed, warnings included, and 1 otherwise.
+Each line is ok, warn, FAIL or skip, and says how to fix what it names. The exit status is 0 when
+nothing failed, also with warnings, and 1 otherwise.
 
 example:
   dflow-train doctor --config recipes/tiny-dflow.yaml"""
@@ -69,10 +69,29 @@ def examine(args: Sequence[str]) -> Iterator[Check]:
     yield from run_checks(ENVIRONMENT, environment)
     yield read
     if recipe is not None:
-        from dflow_lightning.doctor.models import MODEL
-        from dflow_lightning.doctor.recipe import RECIPE, Preflight
+        from dflow_lightning.doctor.models import Loaded
+        from dflow_lightning.doctor.recipe import RECIPE
 
-        yield from run_checks(RECIPE | MODEL, Preflight(environment))
+        yield from run_checks(RECIPE | model_checks(), Loaded(environment))
+
+
+def model_checks() -> dict[str, Step]:
+    """The checks of the loaded models; imported only where there is a recipe."""
+    from dflow_lightning.doctor import models, trial
+
+    built = ("drafter", "weights")
+    return {
+        "drafter": Step(models.check_drafter, ("target", "template", "batches", "mask id")),
+        "weights": Step(models.check_weights, ("drafter",)),
+        "on policy": Step(models.check_on_policy, built),
+        "taps": Step(models.check_taps, built),
+        "positions": Step(models.check_positions, built),
+        "RoPE": Step(models.check_rope, built),
+        "final norm": Step(models.check_final_norm, built),
+        "attention": Step(models.check_attention, built),
+        "overfit": Step(trial.check_overfit, (*built, "masks")),
+        "lossless": Step(trial.check_lossless, built),
+    }
 
 
 def read_recipe(args: Sequence[str]) -> tuple[Any, Check]:

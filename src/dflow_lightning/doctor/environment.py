@@ -28,8 +28,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from dflow_lightning import embedded
-from dflow_lightning.checks import DoubtError, FailedError, SkippedError
-from dflow_lightning.doctor.check import Step
+from dflow_lightning.checks import DoubtError, FailedError, SkippedError, Step
 from dflow_lightning.terminal import shown
 from dflow_lightning.tracking.address import sqlite_file
 
@@ -94,7 +93,7 @@ class Environment:
         return from_recipe or os.environ.get("MLFLOW_TRACKING_URI")
 
 
-def packages(environment: Environment) -> str:
+def check_packages(environment: Environment) -> str:
     """Installed versions against the declared ranges and against the tested ones."""
     missing, outside = [], []
     for wanted in declared():
@@ -142,33 +141,31 @@ def tested_versions() -> dict[str, str]:
     return {one.name: next(iter(one.specifier)).version for one in wanted}
 
 
-def deepspeed(environment: Environment) -> str:
+def check_deepspeed(environment: Environment) -> str:
     """Found, and imported where the recipe uses it: that takes seconds and compiles nothing."""
     wanted = "zero" in environment.strategy.lower()
-    mend = install("deepspeed")
+    fix = install("deepspeed")
     if find_spec("deepspeed") is None:
         if wanted:
             raise FailedError(
                 f"trainer.strategy is {environment.strategy}, but deepspeed is not installed; "
-                + mend
+                + fix
             )
-        raise DoubtError(f"not installed, so trainer.strategy cannot be zero1, 2 or 3; {mend}")
+        raise DoubtError(f"not installed, so trainer.strategy cannot be zero1, 2 or 3; {fix}")
     if not wanted:
         return f"{version('deepspeed')} is installed; this setup does not use it"
     command = [sys.executable, "-c", "import deepspeed"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_WITHIN)
     except subprocess.TimeoutExpired as error:
-        raise FailedError(
-            f"import deepspeed takes more than {IMPORT_WITHIN:g} s; {mend}"
-        ) from error
+        raise FailedError(f"import deepspeed takes more than {IMPORT_WITHIN:g} s; {fix}") from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise FailedError(f"import deepspeed fails ({last[:150]}); {mend}")
+        raise FailedError(f"import deepspeed fails ({last[:150]}); {fix}")
     return f"{version('deepspeed')} can be imported"
 
 
-def gpus(environment: Environment) -> str:
+def check_gpus(environment: Environment) -> str:
     """What torch sees; a GPU that only the driver sees is a fault of the installation."""
     import torch
 
@@ -216,7 +213,7 @@ def wanted_gpus(recipe: Any) -> int:
     return int(devices) if str(devices).isdigit() else 1
 
 
-def disk(environment: Environment) -> str:
+def check_disk(environment: Environment) -> str:
     """Room in the run folder: for a recipe's checkpoints, or for any."""
     folder = environment.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
@@ -239,7 +236,7 @@ def disk(environment: Environment) -> str:
     return f"{said}, checkpoints take {files * needed / 1e9:.2f}"
 
 
-def tracking(environment: Environment) -> str:
+def check_tracking(environment: Environment) -> str:
     """The MLflow server answers; a store in a file can be written."""
     if environment.recipe is not None and not environment.recipe.tracking.enabled:
         raise SkippedError("tracking.enabled is false")
@@ -253,7 +250,7 @@ def tracking(environment: Environment) -> str:
         return f"{uri} can be written"
     if not uri.startswith(("http://", "https://")):
         raise DoubtError(f"{uri} is no server and no sqlite file, and was not tried; try it first")
-    mend = "start the server, or mend tracking.uri or MLFLOW_TRACKING_URI"
+    fix = "start the server, or correct tracking.uri or MLFLOW_TRACKING_URI"
     try:
         urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=ANSWER_WITHIN).close()
     except urllib.error.HTTPError as error:
@@ -261,17 +258,17 @@ def tracking(environment: Environment) -> str:
             raise DoubtError(
                 f"{uri} asks who you are; set MLFLOW_TRACKING_USERNAME and _PASSWORD"
             ) from error
-        raise FailedError(f"{uri} answers with status {error.code}; {mend}") from error
+        raise FailedError(f"{uri} answers with status {error.code}; {fix}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise FailedError(f"{uri} does not answer ({reason}); {mend}") from error
+        raise FailedError(f"{uri} does not answer ({reason}); {fix}") from error
     return f"{uri} answers"
 
 
 ENVIRONMENT = {
-    "packages": Step(packages),
-    "deepspeed": Step(deepspeed),
-    "GPUs": Step(gpus),
-    "disk": Step(disk),
-    "tracking": Step(tracking),
+    "packages": Step(check_packages),
+    "deepspeed": Step(check_deepspeed),
+    "GPUs": Step(check_gpus),
+    "disk": Step(check_disk),
+    "tracking": Step(check_tracking),
 }

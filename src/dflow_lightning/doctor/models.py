@@ -1,7 +1,11 @@
-"""What `dflow-train doctor --config` computes twice, on one short row.
+"""What `dflow-train doctor --config` checks with the models loaded, on one short row.
 
-These are the mistakes that lower acceptance and raise no error. Each fast path is compared with a
-slow one:
+    drafter      built as the recipe says, from `init_from` where that is given
+    weights      all finite
+    on policy    the target would have chosen the answers that are learned
+
+And what a mistake would lower the acceptance by without any error. Each fast path is compared with
+a slow one:
 
     taps         those of the training against Hugging Face's own `hidden_states`
     positions    blocks of clean tokens give the rows that the clean forward gave
@@ -9,45 +13,195 @@ slow one:
     final norm   the target's before its head, and the drafter's
     attention    of blocks, against a dense mask
 
-Shapes: B batch, S sequence, N blocks, K block size, D hidden, C tapped width, T tokens.
+Shapes: B batch, S sequence, N blocks, K block size, D hidden, C tapped width, T tokens, V
+vocabulary.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dflow_lightning.checks import FailedError
-from dflow_lightning.doctor.check import Step
-from dflow_lightning.doctor.loaded import (
-    NUM_BLOCKS,
-    Loaded,
-    distance,
-    drafter,
-    loaded,
-    on_policy,
-    weights,
-)
+from dflow_lightning.checks import DoubtError, FailedError, SkippedError
+from dflow_lightning.data.datamodule import Batch
+from dflow_lightning.data.prepared import is_prepared, read_manifest
 from dflow_lightning.doctor.recipe import Preflight, documents
-from dflow_lightning.doctor.trial import lossless, overfit
-from dflow_lightning.formats.tap_fingerprint import ROUNDED_TOLERANCE, tapped_states
+from dflow_lightning.formats.tap_fingerprint import ROUNDED_TOLERANCE, TOLERANCE, tapped_states
+from dflow_lightning.models.eagle3 import Eagle3Config
+from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.plan.command import make_plan
+from dflow_lightning.plan.measure import TYPES, build
 from dflow_lightning.tensors.attention import choose
-from dflow_lightning.tensors.blocks import gather_slots, slot_positions
+from dflow_lightning.tensors.blocks import Documents, gather_slots, slot_positions
+from dflow_lightning.training.base import TargetConfig, TrainingModule
+from dflow_lightning.training.eagle3_module import Eagle3Module
+from dflow_lightning.training.optimizer import OptimizerConfig
 from dflow_lightning.training.rollout import Rollout
-from dflow_lightning.training.step_inputs import Round
+from dflow_lightning.training.step_inputs import Round, StepInputs
 
+MAX_TOKENS = 512  # of the row that is looked at
+NUM_BLOCKS = 8
+ON_POLICY = 0.6  # share of learned tokens that the target chooses itself, at the least
 NORM_TOLERANCE = 0.05  # of a root mean square of 1
 
 
+class Loaded(Preflight):
+    """The recipe's module with its target, on the device of the run, and a short row."""
+
+    @property
+    def device(self) -> torch.device:
+        gpu = torch.cuda.is_available() and self.recipe.trainer.accelerator != "cpu"
+        return torch.device("cuda" if gpu else "cpu")
+
+    @cached_property
+    def module(self) -> Any:
+        """Built by the check `drafter`, the first to ask for it, which reports what is refused."""
+        if self.eagle3:
+            module: TrainingModule = build_eagle3(self.recipe)
+        else:
+            module = build(make_plan(self.recipe), "init", "init_from")
+        module.to(self.device)
+        module.target.to(self.device)
+        return module
+
+    @property
+    def target(self) -> FrozenTarget:
+        return self.module.target
+
+    @property
+    def drafter(self) -> Any:
+        return self.module.drafter
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """The autocast of trainer.precision."""
+        kind, _, mixed = str(self.recipe.trainer.precision or "32-true").partition("-")
+        dtype = TYPES.get(kind) if mixed == "mixed" else None
+        return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
+
+    @property
+    def tolerance(self) -> float:
+        """Relative distance of two ways to compute the same rows."""
+        return TOLERANCE if self.target.dtype == torch.float32 else ROUNDED_TOLERANCE
+
+    @cached_property
+    def row(self) -> Batch:
+        """One row of the first batches, cut to `MAX_TOKENS`, with as much to learn as there is."""
+        rows = [
+            (int(mask_S[:MAX_TOKENS].sum()), batch, row)
+            for batch in self.batches
+            for row, mask_S in enumerate(batch.loss_mask_BS)
+        ]
+        _, batch, row = max(rows, key=lambda one: one[0])
+        cut = slice(row, row + 1), slice(MAX_TOKENS)
+        packed = batch.documents
+        spans = (
+            None if packed is None else Documents(*(each[cut].to(self.device) for each in packed))
+        )
+        ids, mask = (each[cut].to(self.device) for each in (batch.input_ids_BS, batch.loss_mask_BS))
+        return Batch(ids, mask, batch.sample_ids_B[cut[0]], spans)
+
+    @cached_property
+    def inputs(self) -> StepInputs:
+        """The clean forward of a training step, with its first round.
+
+        For a block drafter that is the mask round, with room in the cache for a verification.
+        """
+        self.module.num_anchors = NUM_BLOCKS
+        room = {}
+        if not self.eagle3:
+            slots = NUM_BLOCKS * self.drafter.dims.block_size
+            room = {"extra_slots": slots, "up_to_head": True}
+        with torch.no_grad(), self.precision():
+            inputs: StepInputs = self.module.begin_step(self.row, step=0, **room)
+        if not inputs.rounds[0].anchors.valid_BN.any():
+            raise FailedError(
+                f"no block has room in the first {MAX_TOKENS} tokens of a row; look at the data "
+                "with dflow-train inspect"
+            )
+        return inputs
+
+
+def build_eagle3(recipe: Any) -> Eagle3Module:
+    """The module of an EAGLE-3 recipe, its target loaded."""
+    model = recipe.model
+    plain = ("ttt_steps", "step_decay", "num_anchors", "seed", "gradient_checkpointing")
+    return Eagle3Module(
+        target=TargetConfig(**model.target.as_dict()),
+        drafter=Eagle3Config(**model.drafter.as_dict()),
+        optimizer=OptimizerConfig(**model.optimizer.as_dict()),
+        **{name: model[name] for name in (*plain, "init", "init_from")},
+    )
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Relative distance of two tensors, as vectors."""
+    found, wanted = found.float(), wanted.float()
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
+
+
+def check_drafter(here: Loaded) -> str:
+    """What DrafterModule refuses: another target's `init_from`, taps, missing tensors."""
+    module = here.module
+    dims, init_from = module.drafter.dims, here.recipe.model.init_from
+    start = f"from {init_from}" if init_from else f"from the {here.recipe.model.init} weights"
+    taps = " ".join(map(str, dims.target_layer_ids))
+    relay = "a relay" if module.relay is not None else "no relay"
+    relay += ", carryover" if module.drafter.carryover is not None else ""
+    layers = f"{dims.num_layers} layer" + "s" * (dims.num_layers != 1)
+    return f"{layers}, blocks of {dims.block_size}, taps {taps}, {relay}, {start}"
+
+
+def check_weights(here: Loaded) -> str:
+    """Target, drafter and relay."""
+    module = here.module
+    parts = {"target": module.target.model, "drafter": module.drafter, "relay": module.relay}
+    count = 0
+    for name, part in parts.items():
+        for key, weight in () if part is None else part.named_parameters():
+            if not bool(torch.isfinite(weight).all()):
+                fix = "download or save the target again" if name == "target" else (
+                    "start from another model.init_from"
+                )  # fmt: skip
+                raise FailedError(f"{name}: {key} holds a number that is not finite; {fix}")
+            count += weight.numel()
+    return f"all {count / 1e6:,.1f} million are finite"
+
+
 @torch.no_grad()
-def taps(preflight: Preflight) -> str:
+def check_on_policy(here: Loaded) -> str:
+    """The target's greedy choice at every learned token of the row, and who wrote the data."""
+    for path in here.sets:
+        writer = read_manifest(path).get("target") or {} if is_prepared(path) else {}
+        if writer.get("weights") not in (None, here.target.fingerprint):
+            raise DoubtError(
+                f"the answers of {path} are by {writer.get('name')}, other weights than "
+                f"{here.target.name}; prepare the data with this target"
+            )
+    chosen = total = 0
+    for ids_S, mask_S in documents(here.row):
+        logits_SV = here.target.model(ids_S.unsqueeze(0), use_cache=False).logits[0]
+        learned_S = mask_S[1:]
+        chosen += int((logits_SV[:-1].argmax(-1) == ids_S[1:])[learned_S].sum())
+        total += int(learned_S.sum())
+    said = f"the target itself would choose {chosen / max(total, 1):.0%} of {total} learned tokens"
+    if chosen < ON_POLICY * total:
+        raise DoubtError(
+            f"{said}; let it answer with dflow-train prepare, and look whether its rope_theta and "
+            "chat template are those that it was published with"
+        )
+    return said
+
+
+@torch.no_grad()
+def check_taps(here: Loaded) -> str:
     """Document by document, as Hugging Face itself runs it: also a test of packing and padding."""
-    here = loaded(preflight)
     layer_ids, worst, at = here.drafter.dims.target_layer_ids, 0.0, 0
     everywhere = range(here.target.num_layers - 1)
-    for ids_S, _ in documents(here.batch):
+    for ids_S, _ in documents(here.row):
         found_SD = here.inputs.taps_BSC[0, at : at + len(ids_S)].chunk(len(layer_ids), dim=-1)
         at += len(ids_S)
         wanted_SC = tapped_states(here.target, ids_S.tolist(), everywhere)[0]
@@ -76,13 +230,14 @@ def _other_layer(index: int, far: float, found: Tensor, wanted: tuple[Tensor, ..
 
 
 @torch.no_grad()
-def positions(preflight: Preflight) -> str:
+def check_positions(here: Loaded) -> str:
     """Blocks of the data's own tokens, verified as a rollout does, against the clean forward."""
-    here = loaded(preflight)
+    if here.eagle3:
+        raise SkippedError("EAGLE-3 has no rollouts, so no block is verified in training")
     inputs, K = here.inputs, here.drafter.dims.block_size
     anchors = inputs.rounds[0].anchors
     ids_BNK, inside_BNK = gather_slots(
-        here.batch.input_ids_BS, anchors.positions_BN, K, anchors.ends_BN
+        here.row.input_ids_BS, anchors.positions_BN, K, anchors.ends_BN
     )
     rollout = Rollout(here.target, here.drafter, None, True, "online", "data")
     with here.precision():
@@ -99,16 +254,15 @@ def positions(preflight: Preflight) -> str:
     return f"{len(clean_TC)} rows of blocks are those of the clean forward ({far:.1e} apart)"
 
 
-def rope(preflight: Preflight) -> str:
+def check_rope(here: Loaded) -> str:
     """Frequencies of both, and the base in both configurations."""
-    here = loaded(preflight)
     ours = here.drafter.dims.rope_parameters
     theirs = here.target.config.rope_parameters
-    mend = "start from another model.init_from, or leave it out"
+    fix = "start from another model.init_from, or leave it out"
     if ours["rope_theta"] != theirs.get("rope_theta"):
         raise FailedError(
             f"the drafter's rope_theta is {ours['rope_theta']}, the target's "
-            f"{theirs.get('rope_theta')}; {mend}"
+            f"{theirs.get('rope_theta')}; {fix}"
         )
     rotary = getattr(here.target.model.get_decoder(), "rotary_emb", None)
     wanted = getattr(rotary, "inv_freq", None)
@@ -118,16 +272,15 @@ def rope(preflight: Preflight) -> str:
         if not far <= 1e-5:
             raise FailedError(
                 f"the drafter's RoPE frequencies are {far:.1e} from those that the target runs "
-                f"with, though both configurations say {ours['rope_theta']:g}; {mend}"
+                f"with, though both configurations say {ours['rope_theta']:g}; {fix}"
             )
     return f"theta {ours['rope_theta']:g}, {ours.get('rope_type', 'default')}, in both"
 
 
 @torch.no_grad()
-def final_norm(preflight: Preflight) -> str:
+def check_final_norm(here: Loaded) -> str:
     """The target's head on its own last states, and the scale of the drafter's output."""
-    here = loaded(preflight)
-    ids_S = next(documents(here.batch))[0]
+    ids_S = next(documents(here.row))[0]
     index_1S = torch.arange(len(ids_S), device=here.device)[None]
     output = here.target.forward(
         ids_S[None], index_1S, here.target.new_cache(len(ids_S)), index_1S,
@@ -141,7 +294,8 @@ def final_norm(preflight: Preflight) -> str:
             "norm is missing or applied twice; install the tested transformers (see packages)"
         )
     with here.precision():
-        hidden = block_hidden(here, "auto").float()
+        hidden = here.module.unroll(here.inputs) if here.eagle3 else block_hidden(here, "auto")
+    hidden = hidden.float()
     scale_D = getattr(here.drafter.norm, "weight", torch.ones(hidden.shape[-1])).to(hidden)
     size = float((hidden / scale_D).square().mean(-1).sqrt().sub(1).abs().max())
     if bool((scale_D.abs() > 1e-3).all()) and not size <= NORM_TOLERANCE:
@@ -156,14 +310,15 @@ def block_hidden(here: Loaded, backend: Any) -> Tensor:
     """The drafter's output for the mask round, `[1, N, K, D]`."""
     inputs, anchors = here.inputs, here.inputs.rounds[0].anchors
     context = here.drafter.context_kv(here.drafter.project(inputs.taps_BSC), inputs.positions_BS)
-    x_BNKD = Round(anchors).embed(here.batch, here.target, here.drafter, None)
+    x_BNKD = Round(anchors).embed(here.row, here.target, here.drafter, None)
     return here.drafter(x_BNKD, context, anchors.positions_BN, backend, starts_BN=anchors.starts_BN)
 
 
 @torch.no_grad()
-def attention(preflight: Preflight) -> str:
+def check_attention(here: Loaded) -> str:
     """What a block sees by the formulation of the run, and by a mask of all slots by all keys."""
-    here = loaded(preflight)
+    if here.eagle3:
+        raise SkippedError("the attention of EAGLE-3 has one formulation")
     with here.precision():
         found, wanted = (block_hidden(here, backend) for backend in ("auto", "dense"))
     valid_BN = here.inputs.rounds[0].anchors.valid_BN
@@ -176,18 +331,3 @@ def attention(preflight: Preflight) -> str:
             f"model.attention {chosen} is {far:.1e} from a dense mask; set model.attention to dense"
         )
     return f"{chosen} sees what a dense mask shows ({far:.1e} apart)"
-
-
-LOADED = ("drafter", "weights")
-MODEL = {
-    "drafter": Step(drafter, ("target", "template", "batches", "mask id")),
-    "weights": Step(weights, ("drafter",)),
-    "on policy": Step(on_policy, LOADED),
-    "taps": Step(taps, LOADED),
-    "positions": Step(positions, LOADED),
-    "RoPE": Step(rope, LOADED),
-    "final norm": Step(final_norm, LOADED),
-    "attention": Step(attention, LOADED),
-    "overfit": Step(overfit, (*LOADED, "masks")),
-    "lossless": Step(lossless, LOADED),
-}

@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflow_lightning.checks import DoubtError, FailedError, SkippedError
+from dflow_lightning.checks import DoubtError, FailedError, SkippedError, Step
 from dflow_lightning.data.datamodule import Batch, ChatDataModule
 from dflow_lightning.data.prepared import is_prepared, read_manifest
 from dflow_lightning.data.sets import check_manifest
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.token_rows import PreparedRows
 from dflow_lightning.data.tokenizer import end_token_id, load_tokenizer, stop_token_ids
-from dflow_lightning.doctor.check import Step
 from dflow_lightning.doctor.environment import Environment
 from dflow_lightning.models.dims import DrafterConfig, DrafterDims
 from dflow_lightning.models.target import FrozenTarget
@@ -46,6 +45,7 @@ class Preflight:
 
     def __init__(self, environment: Environment) -> None:
         self.environment, self.recipe = environment, environment.recipe
+        self.eagle3 = self.recipe.method == "eagle3"
 
     @cached_property
     def target_path(self) -> str:
@@ -58,7 +58,7 @@ class Preflight:
     @cached_property
     def empty_target(self) -> FrozenTarget:
         """The target without weights, with its tokenizer."""
-        tokenizer = self.tokenizer  # first: what it says of a missing target names the mend
+        tokenizer = self.tokenizer  # first: what it says of a missing target names the fix
         model = empty_target(self.target_path, None).model
         return FrozenTarget(model, tokenizer, self.target_path)
 
@@ -99,22 +99,22 @@ def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
                 yield ids_S[inside_S], mask_S[inside_S]
 
 
-def data_files(preflight: Preflight) -> str:
+def check_data_files(preflight: Preflight) -> str:
     """Every path that the recipe names."""
     missing = [f"{field}: {path}" for path, field in preflight.sets.items() if not path.exists()]
     if missing:
-        raise FailedError(f"{', '.join(missing)} does not exist; mend the path or prepare the data")
+        raise FailedError(f"{', '.join(missing)} does not exist; fix the path or prepare the data")
     first = shown(next(iter(preflight.sets)))
     return first + (f" and {len(preflight.sets) - 1} more" if len(preflight.sets) > 1 else "")
 
 
-def target(preflight: Preflight) -> str:
+def check_target(preflight: Preflight) -> str:
     """What can be known without the weights."""
     found = preflight.empty_target
     return f"{type(found.model).__name__}, {found.num_layers} layers, vocabulary {found.vocab_size}"
 
 
-def template(preflight: Preflight) -> str:
+def check_template(preflight: Preflight) -> str:
     """Rendered with a conversation whose texts are easy to find."""
     encoder = preflight.encoder
     texts = ["One", "Two", "Three"]
@@ -131,25 +131,25 @@ def template(preflight: Preflight) -> str:
                 f"target: the chat template leaves out {text!r} of {texts}; use the target's own"
             )
         before.append(head)
-    mend = "put the target's own chat_template.jinja into its folder"
+    fix = "put the target's own chat_template.jinja into its folder"
     if before[1] == before[2]:
         raise FailedError(
             f"target: the chat template writes {before[1]!r} before a user's text and before an "
-            f"assistant's, so the target cannot tell who speaks; {mend}"
+            f"assistant's, so the target cannot tell who speaks; {fix}"
         )
     prompt = "".join(
         segment.text for segment in encoder.segments(messages[:1], answer_next=True)
     ).rpartition(texts[0])[2]
     if not prompt.strip():
         raise FailedError(
-            f"target: the chat template does not begin an answer (add_generation_prompt); {mend}"
+            f"target: the chat template does not begin an answer (add_generation_prompt); {fix}"
         )
     stops = stop_token_ids(preflight.target_path, preflight.tokenizer)
     end = preflight.tokenizer.decode([end_token_id(encoder, stops)])
     return f"tells roles apart, begins an answer and ends it with {end}"
 
 
-def prepared_data(preflight: Preflight) -> str:
+def check_prepared_data(preflight: Preflight) -> str:
     """The manifests of prepared folders."""
     folders = {path: field for path, field in preflight.sets.items() if is_prepared(path)}
     if not folders:
@@ -160,7 +160,7 @@ def prepared_data(preflight: Preflight) -> str:
     return f"{rows} rows with this tokenizer, template and thinking flag"
 
 
-def batches(preflight: Preflight) -> str:
+def check_batches(preflight: Preflight) -> str:
     """The data as `fit` sets them up, and the first batches."""
     preflight.data.setup("fit")
     shape = tuple(preflight.batches[0].input_ids_BS.shape)
@@ -174,7 +174,7 @@ def batches(preflight: Preflight) -> str:
     return f"the first is {shape[0]} x {shape[1]} tokens, the longest row {longest} of {limit}"
 
 
-def masks(preflight: Preflight) -> str:
+def check_masks(preflight: Preflight) -> str:
     """Every conversation begins with a header that nobody learns, and has an answer."""
     rows = [mask_S for batch in preflight.batches for _, mask_S in documents(batch)]
     begun = sum(bool(mask_S[0]) for mask_S in rows)
@@ -184,19 +184,19 @@ def masks(preflight: Preflight) -> str:
             "loss mask (all ones?); prepare the data again with dflow-train prepare"
         )
     empty = sum(not bool(mask_S.any()) for mask_S in rows)
-    mend = "look at one with dflow-train inspect, and prepare the data again"
+    fix = "look at one with dflow-train inspect, and prepare the data again"
     if empty == len(rows):
-        raise FailedError(f"no row has a supervised token (loss mask all zeros); {mend}")
+        raise FailedError(f"no row has a supervised token (loss mask all zeros); {fix}")
     if empty:
-        raise DoubtError(f"{empty} of {len(rows)} rows have no supervised token; {mend}")
+        raise DoubtError(f"{empty} of {len(rows)} rows have no supervised token; {fix}")
     short = sum(int(mask_S.sum()) < 2 for mask_S in rows)
     if short == len(rows):
-        raise FailedError(f"no row has two supervised tokens, which a block needs; {mend}")
+        raise FailedError(f"no row has two supervised tokens, which a block needs; {fix}")
     share = float(torch.cat([mask_S.float() for mask_S in rows]).mean())
     return f"{share:.0%} of the tokens of {len(rows)} rows are learned, no prompt among them"
 
 
-def thinking(preflight: Preflight) -> str:
+def check_thinking(preflight: Preflight) -> str:
     """What is learned of the first batches against data.enable_thinking."""
     enabled = preflight.recipe.data.enable_thinking
     if THINKING not in str(preflight.tokenizer.chat_template):
@@ -212,8 +212,10 @@ def thinking(preflight: Preflight) -> str:
     return said
 
 
-def mask_id(preflight: Preflight) -> str:
+def check_mask_id(preflight: Preflight) -> str:
     """The drafter's dimensions with it, and no row that holds it."""
+    if preflight.eagle3:
+        return "none: EAGLE-3 drafts without a mask token"
     config = DrafterConfig(**preflight.recipe.model.drafter.as_dict())
     found = DrafterDims.resolve(config, preflight.empty_target).mask_token_id
     special = stop_token_ids(preflight.target_path, preflight.tokenizer)
@@ -232,12 +234,12 @@ def mask_id(preflight: Preflight) -> str:
 
 
 RECIPE = {
-    "data files": Step(data_files),
-    "target": Step(target),
-    "template": Step(template, ("target",)),
-    "prepared data": Step(prepared_data, ("data files", "target", "template")),
-    "batches": Step(batches, ("data files", "target", "template", "prepared data")),
-    "masks": Step(masks, ("batches",)),
-    "thinking": Step(thinking, ("batches",)),
-    "mask id": Step(mask_id, ("target", "batches")),
+    "data files": Step(check_data_files),
+    "target": Step(check_target),
+    "template": Step(check_template, ("target",)),
+    "prepared data": Step(check_prepared_data, ("data files", "target", "template")),
+    "batches": Step(check_batches, ("data files", "target", "template", "prepared data")),
+    "masks": Step(check_masks, ("batches",)),
+    "thinking": Step(check_thinking, ("batches",)),
+    "mask id": Step(check_mask_id, ("target", "batches")),
 }

@@ -12,8 +12,8 @@ import torch
 
 from dflow_lightning.checks import DoubtError, FailedError, SkippedError
 from dflow_lightning.decode.equality import EqualityCheck, first_difference
-from dflow_lightning.doctor.loaded import MAX_TOKENS, Loaded, loaded
-from dflow_lightning.doctor.recipe import Preflight, documents
+from dflow_lightning.doctor.models import MAX_TOKENS, Loaded
+from dflow_lightning.doctor.recipe import documents
 from dflow_lightning.tensors.blocks import Anchors, slot_labels
 from dflow_lightning.training.step_inputs import Round, StepInputs
 
@@ -23,8 +23,8 @@ NEW_TOKENS, NUM_PROMPTS = 32, 3
 
 def block_to_learn(here: Loaded) -> tuple[Anchors, int]:
     """The block with the most supervised slots, and how many it has."""
-    batch, anchors = here.batch, here.inputs.rounds[0].anchors
-    K = here.drafter.dims.block_size
+    batch, anchors = here.row, here.inputs.rounds[0].anchors
+    K = here.module.ttt_steps + 1 if here.eagle3 else here.drafter.dims.block_size
     _, supervised_BNJ = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
     counts_N = supervised_BNJ.sum(-1)[0]
     best = slice(int(counts_N.argmax()), int(counts_N.argmax()) + 1)
@@ -33,12 +33,11 @@ def block_to_learn(here: Loaded) -> tuple[Anchors, int]:
     return one, int(counts_N.max())
 
 
-def overfit(preflight: Preflight) -> str:
+def check_overfit(here: Loaded) -> str:
     """One block, the recipe's learning rate. The drafter is not the same afterwards."""
-    here = loaded(preflight)
     module, inputs = here.module, here.inputs
     anchors, asked = block_to_learn(here)
-    alone = StepInputs(here.batch, inputs.taps_BSC, inputs.cache, [Round(anchors)])
+    alone = StepInputs(here.row, inputs.taps_BSC, inputs.cache, [Round(anchors)], inputs.hidden_BSD)
     lr = here.recipe.model.optimizer.lr
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
     losses: list[float] = []
@@ -60,7 +59,7 @@ def overfit(preflight: Preflight) -> str:
     )
     if accepted < asked and not losses[-1] <= OVERFIT_SHARE * losses[0]:
         raise FailedError(
-            f"{said}; set model.optimizer.lr to something like 6e-4, and mend what is said above"
+            f"{said}; set model.optimizer.lr to something like 6e-4, and fix what failed above"
         )
     return said
 
@@ -70,15 +69,14 @@ def prompts(here: Loaded) -> list[list[int]]:
     anchors, _ = block_to_learn(here)
     at = int(anchors.positions_BN)
     start = 0 if anchors.starts_BN is None else int(anchors.starts_BN)
-    found = [here.batch.input_ids_BS[0, start:at].tolist()]
-    for ids_S, mask_S in (one for each in here.preflight.batches for one in documents(each)):
+    found = [here.row.input_ids_BS[0, start:at].tolist()]
+    for ids_S, mask_S in (one for each in here.batches for one in documents(each)):
         found.append(ids_S[: int(mask_S.int().argmax())].tolist()[-MAX_TOKENS:])
     return [prompt for prompt in found if prompt][:NUM_PROMPTS]
 
 
-def lossless(preflight: Preflight) -> str:
+def check_lossless(here: Loaded) -> str:
     """With the drafter that has just learned a block, so that drafts are accepted."""
-    here = loaded(preflight)
     exact = here.target.dtype == torch.float32
     if not exact and here.device.type == "cpu":
         raise SkippedError("a target in half precision on a CPU; ties are common there")

@@ -335,11 +335,11 @@ class Plan:
                 raise InputError(
                     f"memory: no room for the {part}: {size / GIB:.1f} GiB on top of "
                     f"{used / GIB:.1f}, and {budget / GIB:.1f} of {gpu_memory:g} GiB are usable; "
-                    + self._mend(budget)
+                    + self._changes_that_fit(budget)
                 )
             used += size
 
-    def _mend(self, budget: float) -> str:
+    def _changes_that_fit(self, budget: float) -> str:
         """The fewest changes that fit; rows of a step, anchors and the model stay what they are."""
         found = sorted(self._changes(), key=lambda change: len(change[0]))
         for words, changed in found:

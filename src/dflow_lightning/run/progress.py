@@ -1,8 +1,9 @@
-"""What a run prints: a plan, a progress bar or plain lines, a table at each validation."""
+"""What a run prints: a summary, a progress bar or plain lines, a table at each validation."""
 
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
 from typing import Any
@@ -20,7 +21,8 @@ REFRESH_SECONDS = 0.5  # reading a metric waits for the GPU: not at every step
 # In a log a line comes rarely at first and more rarely later: a day gives some three hundred.
 LINE_SECONDS = (2.0, 300.0)
 LINE_SHARE = 0.02  # of the time since the start
-ESTIMATE_SECONDS = 10.0  # the first steps of a run are slower than the others
+ESTIMATE_SECONDS = 10.0  # of training, before the first estimate is printed
+RECENT = 1000  # batches that an estimate looks back on
 SHORTEST_BAR = 20
 
 
@@ -38,9 +40,14 @@ def by_round(metrics: dict[str, Any], name: str) -> list[float]:
 
 
 class Speed:
-    """Tokens and steps since the training started; the time of validations is kept apart."""
+    """Tokens and batches since the training started; the time of validations is kept apart.
+
+    The time left is estimated from the later half of the latest batches: the first ones compile,
+    fill caches and start loaders, and their mean would promise twice the time.
+    """
 
     def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=RECENT)
         self.tokens = 0
         self.steps = 0
         self.seconds = 0.0
@@ -48,13 +55,14 @@ class Speed:
         self._since = time.perf_counter()
 
     def resume(self) -> None:
-        """Starts the clock after a pause."""
+        """Restart the clock after a pause."""
         now = time.perf_counter()
         self.paused, self._since = self.paused + now - self._since, now
 
     def count(self, tokens: int) -> None:
-        """Adds one batch."""
+        """Add one batch."""
         now = time.perf_counter()
+        self._latest.append(now - self._since)
         self.tokens, self.steps = self.tokens + tokens, self.steps + 1
         self.seconds, self._since = self.seconds + now - self._since, now
 
@@ -63,8 +71,14 @@ class Speed:
         return self.tokens / max(self.seconds, 1e-9)
 
     def remaining(self, steps: int) -> float:
-        """Seconds that so many more batches take, with as many pauses as there were."""
-        return steps * (self.seconds + self.paused) / max(self.steps, 1)
+        """Seconds that `steps` more batches take, with the share of pauses so far."""
+        return steps * (self.batch_seconds + self.paused / max(self.steps, 1))
+
+    @property
+    def batch_seconds(self) -> float:
+        """Mean seconds of the later half of the latest batches."""
+        later = list(self._latest)[len(self._latest) // 2 :]
+        return sum(later) / max(len(later), 1)
 
 
 class RunBar(Progress):
@@ -231,7 +245,7 @@ class RunProgress(ProgressBar):
             return
         self._estimated = True
         left = self._speed.remaining((total - step) * trainer.accumulate_grad_batches)
-        each = self._speed.seconds / self._speed.steps * trainer.accumulate_grad_batches
+        each = self._speed.batch_seconds * trainer.accumulate_grad_batches
         end = datetime.now() + timedelta(seconds=left)
         when = f"{end:%H:%M}" if left < 86400 else f"{end:%a %d %b %H:%M}"
         self.print(
