@@ -1,4 +1,4 @@
-"""What a run is called before it begins."""
+"""The summary of a run, and the estimate of its length."""
 
 from pathlib import Path
 from types import SimpleNamespace

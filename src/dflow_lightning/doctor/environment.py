@@ -1,4 +1,4 @@
-"""What `dflow-train doctor` checks without a model: packages, GPUs, disk, tracking server.
+"""The checks of `dflow-train doctor` that need no model: packages, GPUs, disk, tracking server.
 
     packages   installed in the range of pyproject.toml, and as tested (constraints/cpu.txt)
     deepspeed  importable, where trainer.strategy asks for it
@@ -6,7 +6,7 @@
     disk       room for the checkpoints of the run folder
     tracking   the MLflow store answers
 
-Only `gpus` imports torch, since what counts is what torch sees.
+Only the check of the GPUs imports torch: a GPU that the driver sees and torch does not is no use.
 """
 
 from __future__ import annotations
@@ -218,13 +218,13 @@ def check_disk(environment: Environment) -> str:
     folder = environment.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     if not os.access(existing, os.W_OK):
-        raise FailedError(f"{existing} cannot be written to; name another --run_dir")
+        raise FailedError(f"{existing} is not writable; choose another --run_dir")
     free = shutil.disk_usage(existing).free
     said = f"{free / 1e9:.1f} GB free at {shown(existing)}"
     plan = environment.plan
     if plan is None:
         if free < LITTLE_DISK:
-            raise DoubtError(f"{said}; make room, or name a --run_dir on another disk")
+            raise DoubtError(f"{said}; free some space, or choose a --run_dir on another disk")
         return said
     from dflow_lightning.run.checkpoint import CHECKPOINT_FOLDER, check_disk
 
@@ -246,17 +246,17 @@ def check_tracking(environment: Environment) -> str:
     if (store := sqlite_file(uri)) is not None:
         folder = store.parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise FailedError(f"{uri}: {folder} cannot be written to; make the folder")
-        return f"{uri} can be written"
+            raise FailedError(f"{uri}: {folder} is not writable; make the folder")
+        return f"{uri} is writable"
     if not uri.startswith(("http://", "https://")):
-        raise DoubtError(f"{uri} is no server and no sqlite file, and was not tried; try it first")
+        raise DoubtError(f"{uri} is neither a server nor an sqlite file; check it yourself")
     fix = "start the server, or correct tracking.uri or MLFLOW_TRACKING_URI"
     try:
         urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=ANSWER_WITHIN).close()
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             raise DoubtError(
-                f"{uri} asks who you are; set MLFLOW_TRACKING_USERNAME and _PASSWORD"
+                f"{uri} asks for a login; set MLFLOW_TRACKING_USERNAME and _PASSWORD"
             ) from error
         raise FailedError(f"{uri} answers with status {error.code}; {fix}") from error
     except (OSError, ValueError) as error:

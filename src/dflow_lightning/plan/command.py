@@ -47,8 +47,8 @@ from dflow_lightning.run.fit import (
 )
 from dflow_lightning.training.base import BLOCK, Method
 
-GPUS = "Processes with one GPU each; by default trainer.devices, 1 where that is no number."
-TARGET_CONFIG = "The target's config.json or its folder, where the target is not at hand."
+GPUS = "Processes with one GPU each; by default trainer.devices, or 1 if that is not a number."
+TARGET_CONFIG = "The target's config.json or its folder, if the target itself is not here."
 GPU_MEMORY = (
     "GiB of one GPU, 80 by default; with trainer.accelerator cpu of this machine, by default what "
     "it has."
@@ -60,7 +60,7 @@ TFLOPS = (
 )
 A100_MEMORY, A100_TFLOPS = 80.0, 125.0
 CPU_SHARE = 0.4  # of the rate of one large product that a whole step reaches
-MEASURE = "Run two steps on the recipe's own shapes, on one device, and print what they took."
+MEASURE = "Run two steps of the recipe's shapes on one device, and print memory and time."
 
 
 def run(args: Sequence[str]) -> int:
@@ -83,7 +83,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def numbers(plan: Plan) -> dict[str, Any]:
-    """What the lines say, for a script; steps and rows are null where they are not known."""
+    """The same numbers for a script; steps and rows are null where they are unknown."""
     total, epoch, rows = planned_steps(plan)
     each = step_seconds(plan)
     return {
@@ -118,7 +118,9 @@ def parse(args: Sequence[str]) -> Any:
     parser.add_argument("--gpus", type=int | None, default=None, help=GPUS)
     parser.add_argument("--gpu_memory", type=float | None, default=None, help=GPU_MEMORY)
     parser.add_argument("--target_config", type=str | None, default=None, help=TARGET_CONFIG)
-    parser.add_argument("--rows", type=int | None, default=None, help="Of data.train, if not here.")
+    parser.add_argument(
+        "--rows", type=int | None, default=None, help="Rows of data.train, if it is not here."
+    )
     parser.add_argument("--gpu_tflops", type=float | None, default=None, help=TFLOPS)
     parser.add_argument("--measure", type=bool, default=False, help=MEASURE)
     parser.add_argument("--json", type=Path | None, default=None, help=JSON_HELP)
@@ -202,7 +204,7 @@ def make_plan(recipe: Any) -> Plan:
 
 
 def sharding_of(strategy: Any) -> Sharding:
-    """What `trainer.strategy` shards, given by its name or as a class with its arguments."""
+    """The sharding of `trainer.strategy`, which is a name or a class with its arguments."""
     if isinstance(strategy, str):
         name = strategy.removeprefix("zero").removesuffix("_offload")
         zero = strategy.startswith("zero") and name in ("1", "2", "3")
@@ -231,7 +233,7 @@ def empty_target(path: str, target_config: str | None) -> FrozenTarget:
 
 
 def with_mask(config: DrafterConfig, target: FrozenTarget) -> DrafterConfig:
-    """Any mask id where the recipe leaves it to the tokenizer, which counting does not need."""
+    """The config with some mask id: the tokenizer would choose it, and counting needs none."""
     free = next(i for i in range(target.vocab_size) if i not in target.stop_token_ids)
     return replace(config, mask_token_id=free) if config.mask_token_id is None else config
 
@@ -250,7 +252,7 @@ def counts(plan: Plan) -> list[str]:
 
 
 def memory_table(plan: Plan, gpu_memory: float) -> list[str]:
-    """Memory by part against what a GPU has."""
+    """Memory by part, beside the memory of a GPU or of this machine."""
     free = "kept free" if plan.on_cpu else "kept free (CUDA, NCCL, fragments)"
     parts = plan.memory() | {free: int(gpu_memory * RESERVE * GIB)}
     where, of = ("process", f"{gpu_memory:.1f} of this machine") if plan.on_cpu else (
@@ -323,7 +325,7 @@ def planned_steps(plan: Plan) -> tuple[int | None, int | None, int | None]:
 
 
 def train_rows(plan: Plan) -> int | None:
-    """Rows of `data.train`, or those of `--rows`; None where neither is there.
+    """Rows of `data.train`, else `--rows`; None if neither is known.
 
     Packed rows hold several conversations; they are counted as conversations.
     """
@@ -339,12 +341,12 @@ def train_sets(plan: Plan) -> list[Path]:
 
 
 def missing_sets(plan: Plan) -> list[Path]:
-    """Those that are not there."""
+    """The sets of `data.train` that do not exist here."""
     return [path for path in train_sets(plan) if not path.exists()]
 
 
 def steps(plan: Plan) -> list[str]:
-    """Optimizer steps, or what is missing to know them."""
+    """Optimizer steps, or what is missing to compute them."""
     total, epoch, rows = planned_steps(plan)
     if epoch is None or rows is None:
         each = plan.gpus * plan.rows * plan.recipe.trainer.accumulate_grad_batches
@@ -358,7 +360,7 @@ def steps(plan: Plan) -> list[str]:
 
 
 def answers(plan: Plan) -> list[str]:
-    """How far each prepared set is what its target would say, where that was measured."""
+    """How far the answers of each prepared set are the target's own, where that was measured."""
     found = ((path, read_on_policy(path)) for path in train_sets(plan) if is_prepared(path))
     return [
         line
@@ -373,10 +375,10 @@ def _indented(phrases: Sequence[str]) -> list[str]:
 
 
 def disk(plan: Plan) -> list[str]:
-    """Checkpoints: the best ones, the last one, and one more while it is being written.
+    """Size of checkpoints: the best ones, the last one, and one more while it is being written.
 
-    And what is not written: features are made in each step, since those of all tokens, read again
-    from a disk, are `rows * max_length * taps * hidden size` numbers.
+    Also the size of a feature cache, which is not written: the features of all tokens would be
+    `rows * max_length * taps * hidden size` numbers, so each step computes its own.
     """
     files = max(0, plan.recipe.checkpoint.save_top_k) + 1
     size = plan.checkpoint() / 1e9

@@ -1,4 +1,4 @@
-"""`dflow-train plan --measure`: two steps on a recipe's own shapes, beside what was predicted.
+"""`dflow-train plan --measure`: two steps of a recipe's shapes, measured beside the prediction.
 
 One process on one device: the prediction printed beside it is for that, without sharding. Rows are
 random ids of `max_length`, all supervised. Memory is what the device's allocator holds; on a CPU

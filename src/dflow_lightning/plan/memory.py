@@ -1,9 +1,9 @@
-"""Memory that a training step takes on one GPU, by part, and what to change where it does not fit.
+"""Memory of a training step on one GPU, by part, and what to change if it does not fit.
 
 Parameters are counted on modules without storage, so they are exact. Memory is predicted from
-shapes, for the moment it peaks: the backward pass of a step whose rows all have `max_length`
-tokens. What passes before it (the target's own activations, a rollout's drafts) is smaller and gone
-by then. The shapes are tested against real tensors on a CPU; nothing was measured on a GPU.
+shapes for the moment of the peak: the backward pass of a step whose rows all have `max_length`
+tokens. Earlier temporaries (the target's activations, a rollout's drafts) are smaller and freed by
+then. The shapes are tested against real tensors on a CPU.
 
 Shapes: B rows on one GPU, S `max_length`, N blocks a row over all rounds, R rolled-out blocks a row
 and round, K block size, T taps, D hidden, F intermediate, H/G query and key heads, E head size, V
@@ -29,14 +29,14 @@ GIB = 2**30
 
 
 class Sharding(NamedTuple):
-    """What is spread over the GPUs: ZeRO's stage, 0 for none, and whether the CPU steps."""
+    """ZeRO's stage, 0 for none, and whether the optimizer is offloaded to the CPU."""
 
     stage: int = 0
     offload: bool = False
 
     @property
     def name(self) -> str:
-        """As `trainer.strategy` has it."""
+        """The value of `trainer.strategy`."""
         return f"zero{self.stage}" + "_offload" * self.offload
 
 
@@ -75,14 +75,14 @@ PRECISIONS: dict[Any, Precision] = {
 
 
 def amount(value: float, decimals: int = 2) -> str:
-    """A number with so many decimals, or with two digits where they would all be zero."""
+    """A number with `decimals` decimals, or with two digits if those would all be zero."""
     if not 0 < value < 0.5 * 10**-decimals:
         return f"{value:.{decimals}f}"
     return f"{value:.{1 - math.floor(math.log10(value))}f}"
 
 
 def count(module: nn.Module | None) -> int:
-    """Parameters of a module, tied ones once."""
+    """Parameters of a module; tied ones count once."""
     return sum(p.numel() for p in module.parameters()) if module else 0
 
 
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def precision(self) -> Precision:
-        """Of the drafter and the relay."""
+        """Bytes of the drafter's and the relay's numbers."""
         return PRECISIONS[self.recipe.trainer.precision]
 
     @property
@@ -172,7 +172,7 @@ class Plan:
         return rollout.num_rounds * self.rolled_slots if read else 0
 
     def memory(self) -> dict[str, int]:
-        """Bytes on one GPU by part, in the order in which they come to be."""
+        """Bytes on one GPU by part, in the order of allocation."""
         target = count(self.target.model)
         if self.shard_target:  # embedding and head stay whole; a layer runs, the next is gathered
             layer = sum(weight.numel() for weight in self.target.layer_weights(0).values())
@@ -340,7 +340,7 @@ class Plan:
             used += size
 
     def _changes_that_fit(self, budget: float) -> str:
-        """The fewest changes that fit; rows of a step, anchors and the model stay what they are."""
+        """The fewest changes that fit; rows of a step, anchors and the model stay the same."""
         found = sorted(self._changes(), key=lambda change: len(change[0]))
         for words, changed in found:
             if changed.total <= budget:
@@ -358,7 +358,7 @@ class Plan:
         return sum(self.memory().values())
 
     def _changes(self) -> "Iterator[tuple[list[str], Plan]]":
-        """Every combination of what can be set otherwise, in words and as a plan."""
+        """Every combination of the settings that save memory, in words and as a plan."""
         together = self.rows * self.recipe.trainer.accumulate_grad_batches
         fewer = [rows for rows in range(self.rows - 1, 0, -1) if together % rows == 0]
         stronger = [s for s in SHARDINGS if s > self.sharding] if self.gpus > 1 else []

@@ -27,7 +27,7 @@ NAMED_SAMPLES = 8  # in the sentence; the file has them all
 
 
 class Culprit(NamedTuple):
-    """What a process has found: the tensor in words, and the samples of its batches."""
+    """The first non-finite tensor of a process, in words, and the samples of its batches."""
 
     rank: int
     tensor: str
@@ -39,10 +39,9 @@ class Guards(Callback):
     """Stops the run at a non-finite loss, gradient or weight.
 
     Args:
-        enabled: False looks at nothing.
-        parameters_every_n_steps: How often all weights are looked at; also before each checkpoint,
-            so that none is saved that cannot be used. Loss and gradients are looked at in each
-            step.
+        enabled: False checks nothing.
+        parameters_every_n_steps: How often all weights are checked; also before each checkpoint, so
+            that no unusable one is saved. Loss and gradients are checked in every step.
     """
 
     def __init__(self, *, enabled: bool = True, parameters_every_n_steps: int = 100):
@@ -61,7 +60,9 @@ class Guards(Callback):
         self._checked_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Watches every gradient as this process computes it, before processes average theirs."""
+        """Watch every gradient as this process computes it: after the average over processes no
+        one could tell which of them it came from.
+        """
         self._checked_step = trainer.global_step
         if not self.enabled:
             return
@@ -77,7 +78,7 @@ class Guards(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Keeps the batches of the coming optimizer step."""
+        """Keep the batches of the coming optimizer step."""
         if self._stepped:
             self._forget()
         self._batches.append(batch)
@@ -85,13 +86,13 @@ class Guards(Callback):
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Keeps the loss; looking at it here would wait for the device in every batch."""
+        """Keep the loss; reading it here would wait for the device in every batch."""
         self._losses.append(loss.detach().float())
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
-        """Looks at the losses and gradients of the step.
+        """Check the losses and gradients of the step.
 
         Raises:
             RunError: one of them is not finite, on any process.
@@ -106,7 +107,7 @@ class Guards(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Looks at the weights every so many steps."""
+        """Check the weights every `parameters_every_n_steps` steps."""
         step = trainer.global_step
         if step != self._checked_step and step % self.parameters_every_n_steps == 0:
             self.check_parameters(trainer, pl_module)
@@ -114,7 +115,7 @@ class Guards(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Looks at the weights on all processes before they are written."""
+        """Check the weights on all processes before they are written."""
         if trainer.global_step != self._checked_step:
             self.check_parameters(trainer, pl_module)
 
@@ -156,7 +157,7 @@ class Guards(Callback):
         raise RunError(sentence(trainer.global_step, sorted(culprits)))
 
     def _write(self, trainer: Trainer, tensor: str, names: list[str]) -> Culprit:
-        """The batches of this process and what it found in them."""
+        """Write the batches of this process, and name the tensor."""
         rollout = next((c for c in trainer.callbacks if isinstance(c, OnlineRollout)), None)  # type: ignore[attr-defined]
         rounds = 0 if rollout is None or rollout.waits(trainer) else rollout.num_rounds
         samples = [sample_names(trainer, batch.sample_ids) for batch in self._batches]
@@ -175,7 +176,7 @@ class Guards(Callback):
         return Culprit(trainer.global_rank, tensor, [*chain.from_iterable(samples)], str(path))
 
     def _write_weights(self, trainer: Trainer, module: LightningModule) -> None:
-        """The weights at this step, in the form of a checkpoint without optimizer."""
+        """Write the weights at this step, as a checkpoint without optimizer state."""
         content = {"state_dict": trainer.strategy.lightning_module_state_dict()}
         module.on_save_checkpoint(content)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -189,14 +190,14 @@ class Guards(Callback):
 
 
 def largest(tensor: Tensor) -> Tensor:
-    """The largest size of an entry: not finite if any entry is not, and then in any sum with it."""
+    """Largest absolute value: one reduction that is non-finite if any entry is."""
     if not tensor.numel():  # a shard may be empty
         return tensor.new_zeros((), dtype=torch.float32)
     return torch.linalg.vector_norm(tensor, torch.inf, dtype=torch.float32)
 
 
 def sentence(step: int, culprits: list[Culprit]) -> str:
-    """Rank, step, tensor, samples and how to look at it, of the first process that found any."""
+    """Step, tensor, rank and samples of the first process concerned, and the command to replay."""
     first, rest = culprits[0], culprits[1:]
     samples = ", ".join(first.samples[:NAMED_SAMPLES])
     samples += ", ..." if len(first.samples) > NAMED_SAMPLES else ""
@@ -208,26 +209,27 @@ def sentence(step: int, culprits: list[Culprit]) -> str:
 
 
 def out_of_memory(error: BaseException, step: int | None) -> str | None:
-    """A sentence for a run that found no memory, on a GPU or on this machine; None for others."""
+    """A sentence for an out-of-memory error of a GPU or of this machine; None for other errors."""
     cpu = "DefaultCPUAllocator" in str(error) and "memory" in str(error)
     if not (cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)):
         return None
     where = "before the first step" if step is None else f"at step {step}"
-    told = " ".join(str(error).split()).partition(". ")[0]
+    message = " ".join(str(error).split()).partition(". ")[0]
+    why = f" ({message})" if message else ""
     return (
-        f"out of memory {where}{f' ({told})' if told else ''}; set model.gradient_checkpointing "
+        f"out of memory {where}{why}; set model.gradient_checkpointing "
         "and continue with --ckpt_path auto, or start anew with a lower data.batch_size, "
         "model.num_anchors or rollout.num_anchors (dflow-train plan says what fits)"
     )
 
 
 def sample_names(trainer: Trainer, ids: list[int]) -> list[str]:
-    """The ids of the data's rows where they are at hand, or the numbers that stand for them."""
+    """The ids of the data's rows; their numbers where there is no data module to ask."""
     data = getattr(trainer, "datamodule", None)
     return data.row_names(ids) if isinstance(data, ChatDataModule) else [str(one) for one in ids]
 
 
 def save(content: dict[str, Any], path: Path) -> None:
-    """Write a file of tensors and plain values as a whole."""
+    """Write a file of tensors and plain values; it appears complete or not at all."""
     with staged_file(path) as staged:
         torch.save(content, staged)

@@ -18,7 +18,7 @@ from dflow_lightning.run.summary import BestSoFar, decoded, peak_memory, plan, p
 from dflow_lightning.terminal import bar, is_live, labelled, screen, shielded
 
 REFRESH_SECONDS = 0.5  # reading a metric waits for the GPU: not at every step
-# In a log a line comes rarely at first and more rarely later: a day gives some three hundred.
+# In a log the interval between lines grows with the run: a day gives some three hundred lines.
 LINE_SECONDS = (2.0, 300.0)
 LINE_SHARE = 0.02  # of the time since the start
 ESTIMATE_SECONDS = 10.0  # of training, before the first estimate is printed
@@ -105,10 +105,10 @@ class RunBar(Progress):
 
 
 class RunProgress(ProgressBar):
-    """The plan, then loss, tau of every rollout round, speed, memory and the time left.
+    """A summary, then loss, tau of every rollout round, speed, memory and the time left.
 
-    A bar on a terminal; elsewhere plain lines, at most at every `log_every_n_steps`-th step. Where
-    nothing can be printed any more, the run goes on in silence.
+    A bar on a terminal; elsewhere plain lines, at most one every `log_every_n_steps` steps. After a
+    broken pipe the run goes on silently.
     """
 
     def __init__(self) -> None:
@@ -124,15 +124,15 @@ class RunProgress(ProgressBar):
         self._total: int | None = None
 
     def disable(self) -> None:
-        """Prints nothing; Lightning calls this on every process but the first."""
+        """Print nothing; Lightning calls this on every process but the first."""
         self._enabled = False
 
     def enable(self) -> None:
-        """Prints again."""
+        """Print again."""
         self._enabled = True
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints above the bar."""
+        """Print above the bar."""
         text = " ".join(str(arg) for arg in args)
         self._write(
             lambda: self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -143,16 +143,16 @@ class RunProgress(ProgressBar):
         return self._bar.console if self._bar else screen()
 
     def _write(self, write: Callable[[], Any]) -> None:
-        """Call what prints; after a failure nothing is tried any more."""
+        """Call a function that prints; after the first failure print nothing more."""
         if self._enabled and not shielded(write):
             self._enabled, self._bar = False, None
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the plan, before anything takes time."""
+        """Print the summary, before anything takes time."""
         self._plan(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock and, on a terminal, the bar."""
+        """Start the clock and, on a terminal, the bar."""
         self._plan(trainer, pl_module)
         checkpoint: Any = trainer.checkpoint_callback
         if getattr(checkpoint, "monitor", None) == "val/tau":
@@ -179,7 +179,7 @@ class RunProgress(ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch; shows the state now and then."""
+        """Count the batch; show the state now and then."""
         self._speed.count(batch.input_ids_BS.numel() * trainer.world_size)
         step, total = trainer.global_step, self._total
         if not self._enabled:
@@ -197,16 +197,16 @@ class RunProgress(ProgressBar):
             self._show(trainer, pl_module, step, total)
 
     def _accumulated(self, trainer: Trainer, batch_idx: int) -> bool:
-        """Whether an optimizer step has just been taken, and not only gradients gathered."""
+        """Whether an optimizer step was taken, and not only gradients accumulated."""
         return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Says what the training waits for."""
+        """Show that training waits for a validation."""
         if self._bar and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._put(self._text, left="validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the table of decoded tau, and the best so far."""
+        """Print the table of decoded tau, and the best so far."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         step, metrics = trainer.global_step, trainer.callback_metrics
@@ -227,11 +227,11 @@ class RunProgress(ProgressBar):
         )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves the finished bar behind."""
+        """Stop the bar."""
         self._stop()
 
     def on_exception(self, *_: Any) -> None:
-        """Gives the terminal back before a traceback is printed."""
+        """Restore the terminal before a traceback is printed."""
         self._stop()
 
     def _stop(self) -> None:
@@ -240,7 +240,7 @@ class RunProgress(ProgressBar):
             self._bar = None
 
     def _estimate(self, trainer: Trainer, step: int, total: int | None) -> None:
-        """One line, once some steps have been taken: how long the run will take."""
+        """Print once, after some steps, how long the run will take."""
         if self._estimated or total is None or self._speed.seconds < ESTIMATE_SECONDS:
             return
         self._estimated = True
@@ -279,7 +279,7 @@ class RunProgress(ProgressBar):
 
 
 def measured(metrics: dict[str, Any], module: Any) -> list[str]:
-    """Loss, tau of each round and the share of drafts that are accepted, as far as they exist."""
+    """Loss, tau of each round and the share of accepted drafts, as far as they exist."""
     parts = [f"loss {float(metrics['train/loss']):.3f}"] if "train/loss" in metrics else []
     if rounds := by_round(metrics, "tau"):
         parts.append("tau " + " ".join(f"{tau:.2f}" for tau in rounds))

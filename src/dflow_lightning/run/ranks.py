@@ -1,4 +1,4 @@
-"""What all processes of a run must know alike."""
+"""Small collectives between the processes of a run."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from lightning.pytorch import Trainer
 
 
 class Ranks:
-    """Exchanges a few numbers between all processes, on the CPU: a GPU is not waited for."""
+    """Exchanges a few numbers between all processes, on the CPU, without waiting for a GPU."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
 
     def largest(self, trainer: Trainer, value: int) -> int:
-        """The largest of all processes' values, on all of them."""
+        """The maximum of all processes' values, on all of them."""
         if trainer.world_size == 1:
             return value
         number = torch.tensor(value)
@@ -22,7 +22,7 @@ class Ranks:
         return int(number)
 
     def gather(self, trainer: Trainer, found: list[Any]) -> list[Any]:
-        """All processes' lists in one, on all of them."""
+        """All processes' lists, concatenated, on all of them."""
         if trainer.world_size == 1:
             return found
         lists: list[Any] = [None] * trainer.world_size

@@ -1,8 +1,9 @@
 """Signals that end a run: one checkpoint is written and every process ends, within a time limit.
 
-Between the first and the last training step a signal is only noted, and the processes agree at the
-next batch to stop. Python runs its handlers between two of its own instructions, and a process that
-waits for another one may never get there; so a thread that the system wakes holds the time limit.
+Between the first and the last training step a signal is only noted, and the processes agree to stop
+at the next batch. Python runs signal handlers between two bytecodes, and a process that waits in a
+collective for another one may never get there; so a thread, woken through a file descriptor, keeps
+the time limit.
 """
 
 import os
@@ -21,13 +22,13 @@ from dflow_lightning.run.checkpoint import Checkpointing
 from dflow_lightning.run.ranks import Ranks
 from dflow_lightning.training.validation import ValidationDecoding
 
-# What a scheduler sends before its time is over, and Ctrl-C; where several come, the later counts.
+# What a scheduler sends before its time limit, and Ctrl-C; of several, the last one here counts.
 ENDING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-END_WITHIN = 55.0  # seconds; a scheduler that kills after 60 finds nothing to kill
+END_WITHIN = 55.0  # seconds; schedulers send SIGKILL after 60
 
 
 class Stopped(SIGTERMException):
-    """A run that a signal ended, its checkpoint written."""
+    """A signal ended the run; its checkpoint is written."""
 
     def __init__(self, signum: int, said: str, status: int | None = None) -> None:
         self.signum, self.said = signum, said
@@ -35,9 +36,9 @@ class Stopped(SIGTERMException):
 
 
 class Signals:
-    """Handles the ending signals while it is entered; in the main thread alone.
+    """Context manager that handles the ending signals; in the main thread only.
 
-    Outside training they end the process at once, as they would without it: nothing is lost then.
+    Outside training they end the process at once, as without it: there is nothing to save.
     """
 
     end_within = END_WITHIN
@@ -81,14 +82,14 @@ class Signals:
                 signal.signal(signum, self._handle)
 
     def training(self, trainer: Trainer | None) -> None:
-        """From now on signals are noted only; with None they end the process again."""
+        """From now on only note signals; with None they end the process again."""
         self._training = trainer is not None
         launcher = trainer.strategy.launcher if trainer is not None else None
         self.launched = getattr(launcher, "kill", None)
 
     @property
     def received_order(self) -> int:
-        """The place in `ENDING` of the signal to end with, counted from 1; 0 for none."""
+        """Place in `ENDING` of the signal to end with, counted from 1; 0 for none."""
         return max((ENDING.index(signal.Signals(s)) + 1 for s in self.received), default=0)
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
@@ -127,7 +128,7 @@ class Signals:
         os._exit(128 + signum)
 
     def _after_fork(self) -> None:
-        """In a loader's worker: the pipe is its parent's, and it ends when its parent says so."""
+        """In a loader's worker: the pipe belongs to its parent, which also ends it."""
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)
             for signum in ENDING:
@@ -135,18 +136,18 @@ class Signals:
 
 
 class GracefulStop(Callback):
-    """Ends a training when a signal has come to any process: all stop at the same batch."""
+    """Ends training when any process has received a signal: all stop at the same batch."""
 
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
         self._ranks = Ranks()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lightning has put its own handlers in place just before."""
+        """Take the handlers back: Lightning has just installed its own."""
         self.signals.install()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on there is something to save."""
+        """From here on a checkpoint is worth writing."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ValidationDecoding):
                 callback.interrupted = lambda: bool(self.signals.received)
@@ -156,34 +157,34 @@ class GracefulStop(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Before any work on the next batch."""
+        """Stop before any work on the next batch."""
         self.stop_if_asked(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A validation that was due is left out; it would outlast the time limit."""
+        """Skip a validation that is due: it would take longer than the time limit."""
         self.signals.install()
         self._stop_in_fit(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Between two batches of it."""
+        """Stop between two batches of a validation."""
         self._stop_in_fit(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After decoding, which stops early."""
+        """Stop after decoding, which a signal cuts short."""
         self._stop_in_fit(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As before a sanity check."""
+        """Take the handlers back, as before a sanity check."""
         self.signals.install()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """All is done and saved; a signal of the last step changes nothing."""
+        """Everything is saved; a signal during the last step changes nothing."""
         self.signals.training(None)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Keeps the step, for the sentence that says what happened."""
+        """Keep the step, for the message of how the run ended."""
         self.signals.failed_step = trainer.global_step
 
     def _stop_in_fit(self, trainer: Trainer) -> None:
@@ -204,9 +205,9 @@ class GracefulStop(Callback):
 
 
 def launched_by_lightning(trainer: Trainer) -> bool:
-    """Whether the first process of this machine started this one.
+    """Whether this process was started by the first one of this machine.
 
-    Lightning kills that one when another ends with a status other than 0.
+    Lightning kills the first one when another ends with a status other than 0.
     """
     environment = trainer._accelerator_connector.cluster_environment
     return isinstance(environment, LightningEnvironment) and trainer.local_rank > 0

@@ -1,4 +1,7 @@
-"""What `dflow-train fit` says before it begins: one screen, a line or two a subject."""
+"""What `dflow-train fit` prints of a run: its summary before the start, tau after each validation.
+
+The summary is one screen, a line or two for each subject.
+"""
 
 import os
 import resource
@@ -31,12 +34,12 @@ def plural(number: int, noun: str) -> str:
 
 
 def plan(trainer: Trainer, module: Any, steps: int | None) -> dict[str, str]:
-    """What is trained on what, for how long, and where it goes, by subject.
+    """Summary of a run by subject: method, models, data, length, hardware and folder.
 
     Args:
-        steps: of the whole run; None where it has no end.
+        steps: optimizer steps of the whole run; None if it has no end.
     """
-    said = {
+    texts = {
         "train": method(trainer, module),
         "target": target(module),
         "drafter": drafter(module),
@@ -47,13 +50,13 @@ def plan(trainer: Trainer, module: Any, steps: int | None) -> dict[str, str]:
         "hardware": hardware(trainer),
         "folder": folder(trainer),
     }
-    return {subject: text for subject, text in said.items() if text}
+    return {subject: text for subject, text in texts.items() if text}
 
 
 def method(trainer: Trainer, module: Any) -> str:
-    """The method's name, as the settings make it."""
+    """The method's name, derived from the settings."""
     if isinstance(module, Eagle3Module):
-        return "EAGLE-3: drafts one after the other, each from the one before"
+        return "EAGLE-3: drafts one token after the other"
     if not hasattr(module, "relay"):  # a drafter of another kind
         return type(module).__name__.removesuffix("Module")
     parts, relay = getattr(module, "drafter", None), module.relay is not None
@@ -63,13 +66,13 @@ def method(trainer: Trainer, module: Any) -> str:
     if getattr(parts, "carryover", None) is not None:
         return f"{name}, with carryover: rejected rows stay in the drafter's context for a round"
     if relay:
-        return f"{name}: the drafter is given what the target said about rejected drafts"
+        return f"{name}: the drafter also reads the target's hidden states of rejected drafts"
     rolled = bool((callback := _callback(trainer, OnlineRollout)) and callback.num_rounds)
     return f"{name} with self-conditioning: rollout rounds, no relay" if rolled else name
 
 
 def target(module: Any) -> str:
-    """Which target, its size, and that it stays as it is."""
+    """The target, its size and dtype."""
     frozen = getattr(module, "target", None)
     path = getattr(getattr(module, "target_config", None), "path", "")
     if frozen is None:
@@ -80,7 +83,7 @@ def target(module: Any) -> str:
 
 
 def drafter(module: Any) -> str:
-    """What is trained, part by part, and the drafter's shape."""
+    """Trained parameters by part, and the drafter's shape."""
     parts = []
     for name, part in module.named_children():
         trained = [p for p in part.parameters() if p.requires_grad]
@@ -98,7 +101,7 @@ def drafter(module: Any) -> str:
 
 
 def rollout(trainer: Trainer, module: Any) -> str:
-    """Blocks of a row and the rounds that follow."""
+    """Blocks of a row and rollout rounds."""
     callback = _callback(trainer, OnlineRollout)
     anchors = getattr(module, "num_anchors", None)
     if anchors is None or callback is None:
@@ -121,7 +124,7 @@ def data(trainer: Trainer) -> str:
 
 
 def validation(trainer: Trainer, module: Any) -> str:
-    """When, and what is decoded."""
+    """When validation runs, and what it decodes."""
     if not trainer.limit_val_batches or not trainer.datamodule.paths["validation"]:  # type: ignore[attr-defined]
         return "none: data.validation is not set"
     every = trainer.val_check_interval
@@ -143,7 +146,7 @@ def validation(trainer: Trainer, module: Any) -> str:
 
 
 def length(trainer: Trainer, steps: int | None) -> str:
-    """Steps, epochs and what a step is made of."""
+    """Steps, epochs and rows of a step."""
     rows = trainer.datamodule.batch_size  # type: ignore[attr-defined]
     batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
     accumulated = trainer.accumulate_grad_batches
@@ -172,7 +175,7 @@ def hardware(trainer: Trainer) -> str:
 
 
 def folder(trainer: Trainer) -> str:
-    """Where everything goes, and whether the run is new."""
+    """The run folder, and whether the run is new."""
     path = shown(trainer.default_root_dir)
     if trainer.ckpt_path:
         where = shown(str(trainer.ckpt_path))
@@ -180,7 +183,7 @@ def folder(trainer: Trainer) -> str:
     if any((Path(trainer.default_root_dir) / "checkpoints").glob("*.ckpt")):
         return (
             f"{path}, a new run; the checkpoints in it will be replaced "
-            "(--ckpt_path last would go on from them)"
+            "(--ckpt_path last would continue from them)"
         )
     return f"{path}, a new run"
 
@@ -190,7 +193,7 @@ def _callback(trainer: Trainer, kind: type) -> Any:
 
 
 def peak_memory(trainer: Trainer) -> str:
-    """The most memory held so far, on the GPU of this process or of this process itself."""
+    """Peak memory so far, of this process's GPU or of the process itself."""
     device = trainer.strategy.root_device
     if device.type == "cuda":
         return f"GPU {torch.cuda.max_memory_reserved(device) / 2**30:.1f} GiB"
@@ -198,25 +201,25 @@ def peak_memory(trainer: Trainer) -> str:
     return f"mem {used * (1 if os.uname().sysname == 'Darwin' else 1024) / 2**30:.1f} GiB"
 
 
-TOGETHER = "all"  # what the row of all families is called
+TOGETHER = "all"  # name of the row of all families
 
 
 class Best(NamedTuple):
-    """The largest tau so far, and the step it was measured at; None for before this process."""
+    """The largest tau so far and its step; None if it was measured before the resume."""
 
     tau: float
     step: int | None
 
 
 class Decoded(NamedTuple):
-    """Tau of one family, with the relay (or of a drafter without one) and without it."""
+    """Tau of one family, with the relay (or of a drafter that has none) and without it."""
 
     tau: float
     relay_off: float | None
 
 
 def decoded(metrics: Mapping[str, Any], prefix: str) -> dict[str, Decoded]:
-    """What a pass of `ValidationDecoding` logged, by family, all together last."""
+    """Results that `ValidationDecoding` logged, by family, all families together last."""
     found = {}
     for name in sorted(metrics):
         parts = name.split("/")
@@ -233,18 +236,18 @@ def _read(metrics: Mapping[str, Any], name: str) -> Decoded:
 
 
 class BestSoFar:
-    """The best tau of every family; the last one alone is of the checkpoint that is kept."""
+    """The best tau of every family. Only that of all families decides which checkpoint is kept."""
 
     def __init__(self) -> None:
         self._best: dict[str, Best] = {}
 
     def start(self, tau: float | None) -> None:
-        """What a resumed run had reached, of all families together."""
+        """Continue from the best tau, of all families together, before a resume."""
         if tau is not None and TOGETHER not in self._best:
             self._best[TOGETHER] = Best(tau, None)
 
     def update(self, found: Mapping[str, Decoded], step: int) -> dict[str, Best]:
-        """Take in a validation; returns the best of every family."""
+        """Add a validation; returns the best of every family."""
         for family, now in found.items():
             if family not in self._best or now.tau > self._best[family].tau:
                 self._best[family] = Best(now.tau, step)
@@ -278,12 +281,12 @@ def print_decoded(
             off = now.relay_off
             cells += ["-", "-"] if not off else [f"{off:.3f}", f"{100 * (now.tau / off - 1):+.1f}%"]
         if best is not None:
-            cells.append(_said(best[family], step))
+            cells.append(_best_cell(best[family], step))
         rows.add_row(*cells, style="bold" if family == TOGETHER else None)
     print_table(console, rows)
 
 
-def _said(best: Best, step: int | None) -> str:
+def _best_cell(best: Best, step: int | None) -> str:
     if best.step is None:
         return f"{best.tau:.3f} before the resume"
     return f"{best.tau:.3f} " + ("now" if best.step == step else f"at step {best.step:,}")
