@@ -44,12 +44,7 @@ def stub():
 @pytest.fixture
 def prepare(tmp_path, capsys, monkeypatch):
     """Run the command against servers; exit status, standard output and standard error."""
-    really = from_server.ServerOptions
-
-    def quick(**options):
-        return really(**options, first_wait=0.01)
-
-    monkeypatch.setattr("dflow_lightning.prepare.command.ServerOptions", quick)
+    monkeypatch.setattr(from_server, "FIRST_WAIT", 0.01)
 
     def run(data, *urls, options=(), out="out"):
         capsys.readouterr()

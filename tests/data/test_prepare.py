@@ -374,7 +374,7 @@ def test_folders_of_others_are_left_alone(prepare, write, tmp_path):
     (tmp_path / "out/precious").write_text("x")
     status, _, err = prepare(write(*QUESTIONS), "--overwrite")
     assert status == 2
-    assert "is there and holds no prepared data; name another folder" in err
+    assert "is there and holds no prepared data; choose another folder" in err
     assert files(tmp_path / "out") == {"precious": b"x"}
 
 

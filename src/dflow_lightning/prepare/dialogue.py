@@ -26,18 +26,18 @@ class AnswerSettings:
     Args:
         temperature: 0 is greedy.
         top_p: sample among the most likely tokens that together reach this probability.
-        max_new_tokens: longest answer.
+        max_new_tokens: upper limit of an answer.
         samples_per_prompt: answers to each prompt; more than one needs a temperature.
         seed: of the sampling noise; with a row's id, sample and turn it decides the noise.
-        max_length: longest row, prompt and answers together.
+        max_length: longest row, in tokens.
     """
 
-    temperature: float
-    top_p: float
-    max_new_tokens: int
-    samples_per_prompt: int
-    seed: int
-    max_length: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int = 2048
+    samples_per_prompt: int = 1
+    seed: int = 0
+    max_length: int = 3072
 
     def __post_init__(self) -> None:
         """Raise `InputError` for a setting out of its range."""

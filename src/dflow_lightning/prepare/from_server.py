@@ -11,7 +11,7 @@ import asyncio
 import os
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
@@ -28,6 +28,8 @@ from dflow_lightning.data.turns import TargetAnswer
 from dflow_lightning.errors import InputError
 from dflow_lightning.prepare.dialogue import Ask, Dialogue, Done, Failed, check_room
 
+CONCURRENCY = 64  # dialogues in flight at the same time, over all servers
+FIRST_WAIT = 1.0  # seconds before the second try; it doubles with each
 LONGEST_WAIT = 60.0  # seconds between two tries
 # What a server takes from the model's generation_config.json where a request does not say it.
 # Qwen2.5 has a repetition penalty of 1.05 there, which is not what the target chooses by itself.
@@ -51,26 +53,27 @@ class ServerOptions:
     """Where the servers are, and how long and how often to try.
 
     Args:
-        urls: of the API, as `http://host:8000/v1`; they take turns.
-        model: name under which the target is served; None takes the only one.
-        concurrency: dialogues in flight at the same time, over all servers.
-        timeout: seconds that one answer may take.
-        retries: further tries after an answer that failed.
-        first_wait: seconds before the first of these; it doubles with each.
+        server: address of an OpenAI-compatible API that serves the target, as
+            http://host:8000/v1; may be given several times. Without one the target runs here.
+        model: name under which the servers know the target; by default the only one they have.
+        concurrency: conversations answered at the same time; by default 16 here, 64 on servers.
+        timeout: seconds that a server's answer may take.
+        retries: further tries after a server's answer that failed.
     """
 
-    urls: tuple[str, ...]
+    server: list[str] = field(default_factory=list)
     model: str | None = None
-    concurrency: int = 64
+    concurrency: int | None = None
     timeout: float = 600.0
     retries: int = 5
-    first_wait: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise `InputError` for a setting out of its range."""
-        for url in self.urls:
+        for url in self.server:
             if not url.startswith(("http://", "https://")):
                 raise InputError(f"server is {url}; give an address such as http://host:8000/v1")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise InputError(f"concurrency is {self.concurrency}; give 1 or more")
         if self.timeout <= 0:
             raise InputError(f"timeout is {self.timeout}; give a number of seconds above 0")
         if self.retries < 0:
@@ -94,7 +97,7 @@ class _FatalError(InputError):
 
 
 class ServerGenerator:
-    """Sends prompts to servers, as many at a time as `options.concurrency`.
+    """Sends prompts to servers, many at a time.
 
     Args:
         tokenizer: the target's.
@@ -118,6 +121,7 @@ class ServerGenerator:
     ) -> None:
         self.options, self.tokenizer, self._vocabulary = options, tokenizer, len(tokenizer)
         self._stop_ids, self._end_id = stop_token_ids, end_token_id
+        self._concurrency = options.concurrency or CONCURRENCY
         self._failed_in_a_row = 0
         self.retries = 0
         self._limit: int | None = None  # tokens of prompt and answer, where the servers tell it
@@ -135,12 +139,12 @@ class ServerGenerator:
 
     async def _run(self, dialogues: Iterable[Dialogue], done: Done, failed: Failed) -> None:
         tasks: set[asyncio.Task[None]] = set()
-        self._urls = cycle(self.options.urls)
+        self._urls = cycle(self.options.server)
         async with self._session() as session:
             try:
                 for dialogue in dialogues:
                     tasks.add(asyncio.create_task(self._answer(session, dialogue, done, failed)))
-                    if len(tasks) >= self.options.concurrency:
+                    if len(tasks) >= self._concurrency:
                         tasks = await _some_done(tasks)
                 while tasks:
                     tasks = await _some_done(tasks)
@@ -160,7 +164,7 @@ class ServerGenerator:
         """The name that all servers know the target by."""
         name = self.options.model
         async with self._session() as session:
-            for url in self.options.urls:
+            for url in self.options.server:
                 try:
                     async with session.get(f"{url.rstrip('/')}/models", timeout=FIRST) as response:
                         found = await response.json(content_type=None)
@@ -227,7 +231,7 @@ class ServerGenerator:
         """Seconds before the next try: what the server asked for, or longer with each try."""
         error = state.outcome.exception() if state.outcome else None
         asked = error.wait if isinstance(error, _BadAnswerError) else 0.0
-        growing = wait_exponential(multiplier=self.options.first_wait, max=LONGEST_WAIT)(state)
+        growing = wait_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT)(state)
         # Spread, or all requests that failed together come back together.
         return min(max(asked, growing * (0.5 + random.random())), LONGEST_WAIT)
 
@@ -314,7 +318,7 @@ class ServerGenerator:
 
     def _count_failure(self, error: Exception) -> None:
         self._failed_in_a_row += 1
-        if self._failed_in_a_row > FAILURES_IN_A_ROW * self.options.concurrency + 8:
+        if self._failed_in_a_row > FAILURES_IN_A_ROW * self._concurrency + 8:
             raise InputError(
                 f"server: {self._failed_in_a_row} conversations failed one after the other, the "
                 f"last because {error}; see to the servers and run the same command again"

@@ -60,16 +60,16 @@ class RowOptions:
     """What becomes of an answered conversation.
 
     Args:
-        supervise: learn from every answer, or from the last one.
+        supervise: learn from every answer of a conversation, or from the last one.
         supervise_thinking: learn from the reasoning as well.
         max_length: longest row, in tokens.
         too_long: end longer conversations at the last turn that fits, or reject them.
     """
 
-    supervise: Supervise
-    supervise_thinking: bool
-    max_length: int
-    too_long: TooLong
+    supervise: Supervise = "all_turns"
+    supervise_thinking: bool = True
+    max_length: int = 3072
+    too_long: TooLong = "truncate"
 
     def describe(self) -> dict[str, Any]:
         """The settings by name."""
@@ -83,7 +83,7 @@ class Preparation:
     Args:
         out: the folder to come.
         generator: who answers; None keeps the answers of the source.
-        sampling: how to answer; None keeps the answers of the source.
+        answers: how to answer; None keeps the answers of the source.
         held_out: prepared folders whose prompts must not be trained on.
         max_reject_share: share of rejects among all rows above which nothing is written.
         described: what else the manifest says, about the target and its tokenizer.
@@ -93,9 +93,9 @@ class Preparation:
     out: Path
     encoder: ChatEncoder
     stop_ids: tuple[int, ...]
-    options: RowOptions
+    rows: RowOptions
     generator: Generator | None
-    sampling: AnswerSettings | None
+    answers: AnswerSettings | None
     held_out: tuple[Path, ...]
     max_reject_share: float
     described: dict[str, Any]
@@ -108,7 +108,7 @@ class Preparation:
     @property
     def samples(self) -> int:
         """Dialogues per conversation."""
-        return self.sampling.samples_per_prompt if self.sampling else 1
+        return self.answers.samples_per_prompt if self.answers else 1
 
     def asked(self) -> dict[str, Any]:
         """What the answers depend on, as JSON gives it back."""
@@ -116,14 +116,14 @@ class Preparation:
             "source": self.source.describe(),
             **self.described,
             "generator": self.generator.describe() if self.generator else {"kind": "kept"},
-            "sampling": self.sampling.describe() if self.sampling else None,
+            "sampling": self.answers.describe() if self.answers else None,
             "held_out": sorted(read_manifest(one, "held_out")["key"] for one in self.held_out),
         }
         return json.loads(json.dumps(asked))
 
     def settings(self) -> dict[str, Any]:
         """What the folder depends on."""
-        return {**self.asked(), "rows": self.options.describe(), "rows_version": ROWS_VERSION}
+        return {**self.asked(), "rows": self.rows.describe(), "rows_version": ROWS_VERSION}
 
     def is_done(self, overwrite: bool) -> bool:
         """Whether the folder is there, made with these settings.
@@ -163,8 +163,8 @@ class Preparation:
             except InputError:  # nothing is answered yet
                 shutil.rmtree(self.partial)
                 raise
-            if self.generator and self.sampling:
-                self._answer(self.generator, self.sampling, journal, num_rows)
+            if self.generator and self.answers:
+                self._answer(self.generator, self.answers, journal, num_rows)
             manifest = self._write(journal, num_rows)
         shutil.rmtree(self.partial)
         self._reader().rejects_path.unlink(missing_ok=True)  # they stand in the folder
@@ -241,12 +241,12 @@ class Preparation:
 
     def _write(self, journal: AnswerJournal, num_rows: int) -> dict[str, Any]:
         """The folder, from the journal alone: an interruption costs only this step."""
-        maker = RowMaker(self.encoder, self.options, self.stop_ids)
+        maker = RowMaker(self.encoder, self.rows, self.stop_ids)
         total = journal.num_asked(num_rows)
         with staged_folder(self.out) as folder:
             writer = PreparedWriter(folder)
             with PrepareProgress("rows", total * self.samples) as progress:
-                write_rows(self.source, journal, maker, writer, self.sampling, progress)
+                write_rows(self.source, journal, maker, writer, self.answers, progress)
             files = writer.close()
             self._check_rejects(journal, num_rows * self.samples)
             with (folder / REJECTS).open("w", encoding="utf-8") as file:
