@@ -65,6 +65,36 @@ def test_a_file_of_turns_is_a_suite(tiny_target, decoder, tmp_path):
     assert {name: families.count(name) for name in set(families)} == {"f0": 4, "f1": 4}
 
 
+def test_tasks_without_a_file_are_left_out_and_named(tiny_target, decoder, folder):
+    """F26 of the list of faults: it was refused."""
+    choice = SuiteChoice(name="all", folder=folder, limit=2, max_new_tokens=3)
+    choice.check()
+    suite = read_suite(choice, tiny_target, decoder)
+    assert {prompt.family for prompt in suite.prompts} == {"gsm8k", "mt-bench"}
+    left_out = "left out, no file in suite_dir: math500, humaneval, mbpp, alpaca"
+    assert left_out in suite.lines()
+    with pytest.raises(InputError, match=r"suite_dir: .* holds none of humaneval"):
+        SuiteChoice(name="humaneval", folder=folder).check()
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"name": "all", "limit": 4}, "concurrency holds 8, but limit leaves 4 prompts of gsm8k"),
+        ({"name": "tiny", "per_family": 4}, "concurrency holds 8, but per_family is 4"),
+        ({"name": "tiny", "per_family": 8}, None),
+        ({"name": "mt-bench", "limit": 4}, None),  # two prompts a conversation
+    ],
+)
+def test_a_concurrency_that_is_not_reached_is_refused_before_loading(choice, message):
+    """F22 of the list of faults."""
+    if message is None:
+        SuiteChoice(**choice).check(8)
+        return
+    with pytest.raises(InputError, match=message):
+        SuiteChoice(**choice).check(8)
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [

@@ -110,6 +110,14 @@ def test_bad_input(given, change, expected):
     assert "\n" not in str(caught.value)
 
 
+def test_an_answer_of_one_token_has_no_rate(given, capsys):
+    """F44 of the list of faults: it was 1,000,000,000 tokens/s."""
+    (row,) = decode(capsys, prompt="hello", **given | {"max_new_tokens": 1})
+    assert (len(row["token_ids"]), row["rounds"], row["tokens_per_second"]) == (1, 0, None)
+    decode_command(prompt="hello", **given | {"max_new_tokens": 1})
+    assert "1 tokens]" in capsys.readouterr().err
+
+
 def test_an_empty_file(given, tmp_path):
     with pytest.raises(InputError, match="is empty"):
         decode_command(prompts=prompt_file(tmp_path), **given)

@@ -62,7 +62,8 @@ def bench_command(
         suite: `tiny` (the embedded target's test prompts), `all` or some of the benchmark tasks
             gsm8k, math500, humaneval, mbpp, mt-bench and alpaca, separated by commas, or a JSONL
             file of prompts or of conversations in turns.
-        suite_dir: folder with the tasks as `<task>.jsonl`; by default they come from the hub.
+        suite_dir: folder with the tasks as `<task>.jsonl`, those that are there are asked; by
+            default they come from the hub.
         limit: conversations of each task, always the same ones (seed 42); by default all.
         temperature: one or more, separated by commas.
         per_family: prompts of each family of the suite `tiny` or of a file.
@@ -99,7 +100,7 @@ def bench_command(
         name=suite, folder=suite_dir, limit=limit, per_family=per_family, thinking=thinking,
         max_new_tokens=max_new_tokens,
     )  # fmt: skip
-    choice.check()
+    choice.check(max(concurrency))
     if not choice.tasks:
         suite_path(suite, target)  # a missing file is said before a target is loaded
     result_json = JsonOutput(json)
@@ -218,6 +219,7 @@ def environment(target: FrozenTarget, settings: BenchSettings, suite: Suite) -> 
         "suite_hash": suite.digest,
         "suite_sources": suite.sources,
         "left_out": suite.left_out,
+        "missing_tasks": suite.missing,
         "prompts": {family: families.count(family) for family in dict.fromkeys(families)},
         "max_new_tokens": settings.max_new_tokens,
         "concurrency": list(settings.concurrency),

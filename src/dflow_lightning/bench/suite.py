@@ -46,24 +46,59 @@ class SuiteChoice:
     max_new_tokens: int = 128
 
     @property
-    def tasks(self) -> list[str]:
+    def named(self) -> list[str]:
         """The benchmark tasks that are named; none for a file."""
         if self.name == "all":
             return list(TASKS)
         names = self.name.split(",")
         return names if any(name in TASKS for name in names) else []
 
-    def check(self) -> None:
-        """Raise `InputError` for what can be seen before the target is loaded."""
+    @property
+    def missing(self) -> list[str]:
+        """Named tasks that have no file in `folder`; none where tasks come from the hub."""
+        if self.folder is None:
+            return []
+        there = self.folder.expanduser()
+        known = [name for name in self.named if name in TASKS]
+        return [name for name in known if not (there / f"{name}.jsonl").is_file()]
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks that are asked: all that are named but for missing ones."""
+        return [name for name in self.named if name not in self.missing]
+
+    def check(self, concurrency: int = 1) -> None:
+        """Raise `InputError` for what can be seen before the target is loaded.
+
+        Args:
+            concurrency: the largest; every family has to have so many prompts.
+        """
+        if self.named and not self.tasks:
+            raise InputError(
+                f"suite_dir: {self.folder} holds none of {', '.join(self.missing)} as "
+                "<task>.jsonl; put one there, or leave suite_dir out to read them from the hub"
+            )
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit is {self.limit}; give 1 or more")
-        if self.folder is not None and not self.tasks:
+        if self.folder is not None and not self.named:
             raise InputError(
                 f"suite_dir is given but suite {self.name} names no task; choose of "
                 f"{', '.join(TASKS)} or all"
             )
         if len(set(self.tasks)) < len(self.tasks):
             raise InputError(f"suite {self.name} names a task twice; name each once")
+        # A conversation of mt-bench has two prompts, all others one.
+        single = [name for name in self.tasks if name != "mt-bench"]
+        if self.limit is not None and single and self.limit < concurrency:
+            raise InputError(
+                f"concurrency holds {concurrency}, but limit leaves {self.limit} prompts of "
+                f"{single[0]}; raise limit, or stay at {self.limit} or below"
+            )
+        if self.name == "tiny" and self.limit is None and (self.per_family or 1) < concurrency:
+            raise InputError(
+                f"concurrency holds {concurrency}, but per_family is {self.per_family}; raise it, "
+                f"or stay at {self.per_family} or below"
+            )
 
 
 @dataclass(frozen=True)
@@ -71,7 +106,8 @@ class Suite:
     """Prompts, and what has to be known to compare numbers that come from them.
 
     Args:
-        left_out: turns a task that do not fit the target's context.
+        left_out: number of a task's turns that do not fit the target's context.
+        missing: tasks that were named and have no file in `suite_dir`.
     """
 
     name: str
@@ -81,6 +117,7 @@ class Suite:
     template: str
     sources: dict[str, str]
     left_out: dict[str, int]
+    missing: list[str]
 
     def lines(self) -> list[str]:
         """For people: what is asked, and how."""
@@ -93,6 +130,8 @@ class Suite:
         if self.left_out:
             named = ", ".join(f"{name} {count}" for name, count in self.left_out.items())
             lines.append(f"left out, longer than the target's context: {named}")
+        if self.missing:
+            lines.append(f"left out, no file in suite_dir: {', '.join(self.missing)}")
         return lines
 
 
@@ -132,7 +171,8 @@ def read_suite(choice: SuiteChoice, target: FrozenTarget, decoder: SpeculativeDe
     def suite(prompts: list[Prompt], digest: str, sources: dict, left_out: dict) -> Suite:
         template = template_hash(target.tokenizer)
         return Suite(
-            choice.name, prompts, digest, choice.thinking, template, sources, left_out
+            choice.name, prompts, digest, choice.thinking, template, sources, left_out,
+            choice.missing,
         )  # fmt: skip
 
     if choice.tasks:

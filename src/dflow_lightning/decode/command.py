@@ -151,7 +151,8 @@ def describe(
         "acceptance": rule,
         "relay": "on" if relay_used else "off",
         "seconds": completion.seconds,
-        "tokens_per_second": len(ids) / max(completion.seconds, 1e-9),
+        # An answer of one token comes with the prompt: no round ran, and there is no rate.
+        "tokens_per_second": len(ids) / completion.seconds if completion.seconds else None,
     }
 
 
@@ -163,5 +164,7 @@ def show(row: dict[str, Any], *, named: bool) -> None:
     how = "plain decoding"
     if row["tau"] is not None:
         how = f"tau {row['tau']:.2f}, {row['rounds']} rounds, relay {row['relay']}"
-    speed = f"{len(row['token_ids'])} tokens, {row['tokens_per_second']:.1f} tokens/s"
+    speed = f"{len(row['token_ids'])} tokens"
+    if row["tokens_per_second"] is not None:
+        speed += f", {row['tokens_per_second']:.1f} tokens/s"
     print(f"[{how}, {speed}]", file=sys.stderr, flush=True)
