@@ -180,7 +180,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     # config.json
     "config not JSON": (write(CONFIG, "{'a': 1}"), "is not JSON"),
     "config empty": (write(CONFIG, ""), "is not JSON"),
-    "section of the wrong type": (edit(dflash_config=[4]), "is no JSON object"),
+    "section of the wrong type": (edit(dflash_config=[4]), "is not a JSON object"),
     "mask of another token": (
         edit(dflash_config__mask_token_id=300),
         "has dflash_config.mask_token_id 300, which was exported as 261",

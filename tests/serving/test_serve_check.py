@@ -78,7 +78,7 @@ def test_rounds_are_counted_to_the_end_of_an_answer() -> None:
         ("Traceback\nx.InputError: drafter: no, or so\nRuntimeError: x\n", "drafter: no, or so"),
         ("(A pid=1) ERROR 1 [c.py:1] ValueError: no memory\nmore\n", "ValueError: no memory"),
         ("first\nlast line\n\n", "last line"),
-        ("", "it said nothing"),
+        ("", "its log is empty"),
     ],
 )  # fmt: skip
 def test_the_sentence_of_a_log(log: str, wanted: str) -> None:

@@ -79,7 +79,9 @@ def validate_export_command(
             raise InputError(f"{name} is {value}; give 1 or more")
     chosen = choose_device(device)
     if not drafter.is_dir():
-        raise InputError(f"drafter: {drafter} is no folder; give one that dflow-train export wrote")
+        raise InputError(
+            f"drafter: {drafter} is not a folder; give one that dflow-train export wrote"
+        )
     result_json = JsonOutput(json)
     saved = None if checkpoint is None else open_checkpoint(checkpoint)
     if saved is not None:

@@ -107,7 +107,7 @@ def checkpoint_check(subject: Subject) -> Found:
     for name, value in asdict(loaded.drafter.dims).items():
         if trained[name] != value:
             raise FailedError(f"{name} is {value}, but {trained[name]} in the checkpoint")
-    relay_saved = saved.get("relay", {"enabled": False})  # of which EAGLE-3 knows nothing
+    relay_saved = saved.get("relay", {"enabled": False})  # EAGLE-3 has none
     if relay_saved["enabled"] != (loaded.relay is not None):
         raise FailedError("relay: one of checkpoint and export has a relay, the other has none")
     if loaded.relay and relay_saved["first_rejected"] != loaded.first_rejected:
@@ -133,7 +133,7 @@ def rebuild(
     content: dict[str, Any], loaded: LoadedDrafter, target: FrozenTarget
 ) -> tuple[AnyDrafter, Relay | None]:
     """Drafter and relay of a checkpoint with weights as the export would store them."""
-    dims = loaded.drafter.dims  # which are those of the checkpoint
+    dims = loaded.drafter.dims  # compared with the checkpoint's before
     drafter, relay = type(loaded.drafter)(dims), None  # type: ignore[arg-type]
     if loaded.relay is not None:
         settings = RelayConfig(**content["dflow"]["relay"])

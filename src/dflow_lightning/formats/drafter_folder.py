@@ -1,7 +1,7 @@
-"""Reading a drafter from its folder, strictly: what does not fit is named, never guessed.
+"""Reads a drafter from its folder, strictly: whatever does not fit is an error that names it.
 
-Serving stacks skip unknown tensors, leave missing ones random and fall back to defaults without a
-word; whoever decodes with us learns of it here. Only safetensors and JSON are read. A folder that
+Serving stacks silently skip unknown tensors, leave missing ones random and fall back to defaults;
+here that is refused. Only safetensors and JSON are read. A folder that
 `dflow-train export` wrote is also compared with what it recorded (`integrity.py`).
 """
 
@@ -73,11 +73,11 @@ def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
     eagle3 = config.get("architectures") == [EAGLE3_ARCHITECTURE]
     dims = eagle3_dims(config, folder) if eagle3 else dims_from_config(config, folder)
     check_target(config, dims, target, folder)
-    if "dflow_config" in config:  # what others publish may hold their code
+    if "dflow_config" in config:  # folders that others publish may hold their own code
         integrity.check_files(folder)
     drafter = Eagle3Drafter(dims) if isinstance(dims, Eagle3Dims) else Drafter(dims)
     if isinstance(drafter, Drafter):
-        drafter.carryover = None  # whose weights do not lie beside the body's
+        drafter.carryover = None  # its weights are in a file of their own
     dtype = config.get("dtype") or config.get("torch_dtype")
     dtype = dtype if "dflow_config" in config else None
     load_tensors(drafter, folder / "model.safetensors", dtype, inner=HEAD_PREFIX)
@@ -159,7 +159,7 @@ def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
 def eagle3_dims(config: dict[str, Any], folder: Path) -> Eagle3Dims:
     """The dimensions of an EAGLE-3 drafter, from config.json alone.
 
-    The number of drafts is ours alone to write: engines are told it on their command line.
+    Only our own exports hold the number of drafts; engines take it from their command line.
     """
     eagle = config.get(EAGLE3_SECTION)
     if not isinstance(eagle, dict):
@@ -227,7 +227,7 @@ def rope_from_config(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if not isinstance(new or {}, dict) or not isinstance(scaling or {}, dict):
         raise InputError(
             f"drafter: {folder}/config.json has rope_parameters {new!r} and rope_scaling "
-            f"{scaling!r}, which are to be JSON objects; copy the target's"
+            f"{scaling!r}; both must be JSON objects, copy the target's"
         )
     if new is None:
         if theta is None:
@@ -241,7 +241,7 @@ def rope_from_config(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     base = new.get("rope_theta", 1)
     if type(base) not in (int, float) or base <= 0:
         raise InputError(
-            f"drafter: {folder} has rope_theta {base!r}, which is no positive number; copy the "
+            f"drafter: {folder} has rope_theta {base!r}, which is not a positive number; copy the "
             "target's"
         )
     return dict(new)

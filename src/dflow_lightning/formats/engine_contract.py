@@ -2,9 +2,9 @@
 
 A drafter with a causal head (Domino, `projector_type` in `dflash_config`) is for SGLang alone.
 
-Both forgive a lot without a word: a missing tensor stays as it was allocated, a missing key gets a
-default, and acceptance is low ever after. So a folder is checked here, from JSON and the headers of
-safetensors files alone; nothing is loaded.
+Both engines are silent about faults: a missing tensor keeps its uninitialised memory, a missing key
+gets a default, and the only symptom is low acceptance. So a folder is checked here, from JSON and
+the headers of safetensors files alone; nothing is loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an export records about itself, and what tells that the folder was changed since.
+"""What an export records about itself, so that a later change of the folder is noticed.
 
 In `dflow_config` of config.json, beside what other modules write there:
 

@@ -1,4 +1,4 @@
-"""Reading the files of an export, strictly, with torch and safetensors alone.
+"""Reads the files of an export, strictly, with torch and safetensors alone.
 
 The decoder reads a drafter through this, and so does the plug-in inside a serving engine, whose
 environment has none of our other dependencies.
@@ -32,7 +32,7 @@ def read_config(path: Path) -> dict[str, Any]:
     for key in ("dflash_config", "dflow_config"):
         if not isinstance(config.get(key) or {}, dict):
             raise InputError(
-                f"drafter: {key} in {path} is no JSON object; export the drafter again"
+                f"drafter: {key} in {path} is not a JSON object; export the drafter again"
             )
     return config
 
@@ -41,7 +41,7 @@ def load_tensors(part: nn.Module, path: Path, dtype: str | None, *, inner: str =
     """Fill a module from one safetensors file whose names, shapes and dtypes fit exactly.
 
     Args:
-        inner: what the names of a submodule begin with that the file's names lack.
+        inner: prefix of a submodule's parameter names that the file leaves out.
     """
     if not path.is_file():
         raise InputError(
@@ -131,7 +131,7 @@ def load_relay(folder: Path, config: dict[str, Any], hidden_size: int) -> tuple[
     missing = [key for key in ("hidden_size", "first_rejected", "norm_eps") if key not in settings]
     if missing:
         raise InputError(f"drafter: {folder}/relay/config.json lacks {missing[0]}; export it again")
-    terms = settings.get("terms", "both")  # which older exports do not say
+    terms = settings.get("terms", "both")  # older exports have no such key
     if terms not in TERMS:
         raise InputError(
             f"drafter: {folder}/relay/config.json has terms {terms!r}, which is none of "

@@ -1,4 +1,4 @@
-"""`dflow-train serve-check`: does an engine serve an export with the gain that was measured here?
+"""`dflow-train serve-check`: does an engine reach with an export the tau that we measure here?
 
 A real server of the engine, from its own environment and on loopback, decodes prompts greedily with
 the drafter and without; both answers are compared with plain decoding here, and tau with that of
@@ -26,7 +26,7 @@ from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.serving.server import ServerSettings, VllmServer
 
 TOLERANCE = 0.05  # of tau, relative
-RELAY_ON = "DFlow relay: on"  # what the plug-in writes into the engine's log
+RELAY_ON = "DFlow relay: on"  # written to the engine's log by the plug-in
 
 
 @dataclass(frozen=True)

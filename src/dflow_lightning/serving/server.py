@@ -93,7 +93,7 @@ class VllmServer:
     def __init__(self, settings: ServerSettings, *, patience: float = 300.0) -> None:
         """
         Args:
-            patience: seconds until a server that is not up is given up.
+            patience: seconds to wait for the server to come up.
         """
         self.settings, self.patience = settings, patience
         with socket.socket() as free:
@@ -126,7 +126,7 @@ class VllmServer:
 
     @staticmethod
     def _end_on_sigterm() -> None:
-        """Leave by an exception when we are told to end, so that no server stays behind."""
+        """Turn SIGTERM into an exception, so that the server is stopped on the way out."""
         if (
             threading.current_thread() is threading.main_thread()
             and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -135,7 +135,7 @@ class VllmServer:
 
     @property
     def log(self) -> str:
-        """All the server has said so far."""
+        """What the server has logged so far."""
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
     def _wait(self) -> None:
@@ -210,10 +210,10 @@ def _leave(*_: object) -> None:
 
 
 def last_error(log: str) -> str:
-    """The sentence in a log that says why: ours, else the last line that names an error."""
+    """The cause in a log: our own InputError, else the last line that names an error."""
     ours = re.findall(r"InputError: (.+)", log)
     if ours:
         return ours[0].strip()
     named = re.findall(r"^(?:\(.*?\) )?(?:ERROR .*?\] )?(\w*(?:Error|Exception): .+)$", log, re.M)
     lines = [line for line in log.splitlines() if line.strip()]
-    return named[0] if named else (lines[-1] if lines else "it said nothing")
+    return named[0] if named else (lines[-1] if lines else "its log is empty")
