@@ -172,8 +172,10 @@ def test_doctor_names_the_versions_file_that_an_installation_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert environment.TESTED == ROOT / "constraints/cpu.txt"
-    assert environment.install() == "pip install -c constraints/cpu.txt -e ."
-    assert environment.install("deepspeed").endswith("-c constraints/cpu.txt -e '.[deepspeed]'")
+    assert environment.install_command() == "pip install -c constraints/cpu.txt -e ."
+    assert environment.install_command("deepspeed").endswith(
+        "-c constraints/cpu.txt -e '.[deepspeed]'"
+    )
     monkeypatch.setattr(embedded, "IN_WHEEL", tmp_path)
     (tmp_path / "constraints").mkdir()
     inside = tmp_path / "constraints/cpu.txt"
@@ -181,4 +183,4 @@ def test_doctor_names_the_versions_file_that_an_installation_has(
     monkeypatch.setattr(environment, "TESTED", embedded.tested_versions())
     assert environment.tested_versions() == {"torch": "1.0"}
     expected = f"pip install -c {inside} 'dflow-lightning[deepspeed]'"
-    assert environment.install("deepspeed") == expected
+    assert environment.install_command("deepspeed") == expected

@@ -39,7 +39,7 @@ ANSWER_WITHIN = 5.0  # seconds, of a tracking server
 IMPORT_WITHIN = 120.0  # seconds
 
 
-def install(extra: str = "") -> str:
+def install_command(extra: str = "") -> str:
     """The command that brings the tested versions, for a source checkout or an installed wheel."""
 
     def quoted(name: str) -> str:
@@ -50,7 +50,7 @@ def install(extra: str = "") -> str:
     return f"pip install -c {TESTED} {quoted(PACKAGE)}"
 
 
-INSTALL = install()
+INSTALL = install_command()
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def tested_versions() -> dict[str, str]:
 def check_deepspeed(environment: Environment) -> str:
     """Found, and imported where the recipe uses it: that takes seconds and compiles nothing."""
     wanted = "zero" in environment.strategy.lower()
-    fix = install("deepspeed")
+    fix = install_command("deepspeed")
     if find_spec("deepspeed") is None:
         if wanted:
             raise FailedError(
