@@ -65,13 +65,13 @@ LISTS = ("messages", "conversations")
 ANSWERS = ("answer", "output", "completion", "response")
 MAX_DEPTH = 100  # of tool definitions and arguments
 MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
-# Fields that change what is said and that no template here is given: of a row, of a message.
+# Fields that are part of the conversation and never reach a template: of a row, of a message.
 UNREAD_IN_ROW = {
     "context", "documents", "functions", "function_call", "history", "reasoning",
     "reasoning_content", "system_prompt", "thinking",
 }  # fmt: skip
 UNREAD = {"function_call", "refusal", "reasoning", "thinking"}
-UNREAD_OF_OTHERS = UNREAD | {"reasoning_content", "tool_calls"}  # whoever is not the assistant
+UNREAD_OF_OTHERS = UNREAD | {"reasoning_content", "tool_calls"}  # roles but the assistant
 CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
@@ -176,9 +176,9 @@ def read_conversations(
     for line, row in parse_conversations(path, field=field):
         where = f"{field}: line {line} of {path}"
         if isinstance(row, Reject):
-            mend = "fix the row"
-            mend += ", or let dflow-train prepare leave such rows out" if need_answer else ""
-            raise InputError(f"{where} is rejected ({row.reason}): {row.detail}; {mend}")
+            advice = "fix the row"
+            advice += ", or let dflow-train prepare leave such rows out" if need_answer else ""
+            raise InputError(f"{where} is rejected ({row.reason}): {row.detail}; {advice}")
         if (earlier := ids.setdefault(row.id, line)) != line:
             raise InputError(
                 f"{where} has the id {row.id!r} of line {earlier}; give every row its own id"
@@ -232,22 +232,22 @@ def check_messages(messages: Sequence[Mapping[str, Any]], name: str) -> list[dic
 
 
 def prompt_hash(conversation: Conversation) -> int:
-    """Of all that is said to the target; answers do not matter. 64 bits, signed."""
-    said = [
+    """Hash of everything except the answers, 64 bits, signed."""
+    asked = [
         (message["role"], message["content"])
         for message in conversation.messages
         if message["role"] != "assistant"
     ]
-    return _hash([said, list(conversation.tools)])
+    return _hash([asked, list(conversation.tools)])
 
 
 def conversation_hash(conversation: Conversation) -> int:
-    """Of all that is said, by anyone."""
+    """Hash of all messages and tools."""
     return _hash([conversation.messages, list(conversation.tools)])
 
 
 def asked_hash(conversation: Conversation) -> int:
-    """Of all that stands before the last answer."""
+    """Hash of everything before the last answer."""
     return _hash([conversation.prompt, list(conversation.tools)])
 
 
@@ -273,7 +273,7 @@ class ConversationReader:
         max_reject_share: share of rejects among all rows above which iteration ends in an error.
         field: the setting that named the file, for messages.
         rows: where the rows come from, if not from the file; `path` is then their name.
-        on_reject: is told of each reject, with its line.
+        on_reject: called with the line and the reject, for each one.
 
     Attributes:
         num_rows: rows read so far, rejects included.
@@ -775,8 +775,8 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
             "several shapes", f"the row has both {shapes[0]} and input; keep one of them"
         )
     # Some data sets repeat the first question as the row's prompt.
-    said = next((one["content"] for one in messages if one["role"] == "user"), None)
-    if shapes[1:] and (shapes[1:] != ["prompt"] or record["prompt"] != said):
+    first = next((one["content"] for one in messages if one["role"] == "user"), None)
+    if shapes[1:] and (shapes[1:] != ["prompt"] or record["prompt"] != first):
         raise RejectedError(
             "several shapes", f"the row has both {shapes[0]} and {shapes[1]}; keep one of them"
         )

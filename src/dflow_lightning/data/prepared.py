@@ -12,7 +12,7 @@ A row has
     input_ids      int32; the prompt and the answers
     loss_mask      bool, as long; true on what the drafter learns from
     finished       whether the last answer ended by itself; without that it has no end token
-    prompt_hash    int64 of what was said to the target; equal in all rows of a conversation
+    prompt_hash    int64 hash of everything except the answers; equal in all rows of a conversation
 
 A folder appears whole or not at all. It depends on its source and its settings alone: prepared
 again, interrupted or not, its bytes are the same.
@@ -62,7 +62,7 @@ class FileRecord(TypedDict):
 class PreparedWriter:
     """Writes rows to the Arrow files of a folder; only `ROWS_PER_BATCH` of them are held.
 
-    `close` makes the files whole and returns their records; `finish` is told them.
+    `close` completes the files and returns their records, which `finish` takes.
     """
 
     def __init__(self, folder: Path, rows_per_file: int = ROWS_PER_FILE) -> None:
@@ -135,7 +135,7 @@ def read_manifest(folder: Path, field: str = "data") -> dict[str, Any]:
     """The manifest of a prepared folder.
 
     Raises:
-        InputError: there is none, or it is of another format.
+        InputError: the manifest is missing or of another format.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -164,7 +164,7 @@ def open_prepared(folder: Path) -> Dataset:
     Sizes and columns are checked against the manifest, which takes no time; checksums are not.
 
     Raises:
-        InputError: the folder is none, or is not what its manifest says.
+        InputError: the folder has no manifest or does not match it.
     """
     from datasets import Dataset, concatenate_datasets
 

@@ -120,7 +120,7 @@ class ChatEncoder:
         Args:
             tools: definitions of the functions that the assistant could call.
             answer_next: end with the header of an answer instead of a message.
-            finished: whether the last answer ended by itself; else its end token is none of it.
+            finished: whether the last answer ended by itself; if not, it has no end token.
 
         Raises:
             InputError: the template refuses the conversation or rewrites the assistant's text.

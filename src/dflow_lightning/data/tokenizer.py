@@ -22,7 +22,7 @@ def load_tokenizer(path: str, field: str = "model.target.path") -> Any:
         field: the name of the option or recipe key that holds `path`, for messages.
 
     Raises:
-        InputError: there is none.
+        InputError: the tokenizer is missing or cannot be loaded.
     """
     folder = Path(path).expanduser()
     # A missing folder that reads like a hub id would be looked up over the network, slowly.
@@ -62,7 +62,7 @@ def end_token_id(encoder: ChatEncoder, stop_ids: Sequence[int], *, strict: bool 
     """The token that the template ends an answer with.
 
     Raises:
-        InputError: it is none at which the target stops, and `strict` asks for that.
+        InputError: with `strict`, if the target does not stop at that token.
     """
     exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     last = training_rows(encoder, exchange)[0].tokens.input_ids[-1]

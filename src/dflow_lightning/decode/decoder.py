@@ -73,10 +73,12 @@ class SpeculativeDecoder:
         self, prompt: str | Sequence[dict[str, Any]], *, enable_thinking: bool = False
     ) -> list[int]:
         """Token ids of what the user says, or of a conversation, by the target's chat template."""
+        from dflow_lightning.data.conversations import check_messages
         from dflow_lightning.data.template import render_prompt
 
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return render_prompt(self.target.tokenizer, list(messages), enable_thinking=enable_thinking)
+        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = check_messages(given, "prompt")
+        return render_prompt(self.target.tokenizer, messages, enable_thinking=enable_thinking)
 
     def text(self, completion: Completion) -> str:
         """An answer's text, without special tokens."""

@@ -118,7 +118,7 @@ def prepare_command(
     if out.exists() and not is_prepared(out) and (out.is_file() or any(out.iterdir())):
         raise InputError(f"out: {out} is there and holds no prepared data; choose another folder")
     if keep_answers and server.server:
-        raise InputError("server is given, but keep_answers asks nobody; leave one of them out")
+        raise InputError("server is given, but keep_answers asks no server; leave one of them out")
     if source.data is None and not (checks.verify and is_prepared(out)):
         raise InputError("data is missing: give --data")
     check_writable(out / "manifest.json", "out")
@@ -197,8 +197,8 @@ def _run(preparation: Preparation, overwrite: bool) -> None:
             "run the same command again"
         ) from error
     except KeyboardInterrupt:
-        said = f"what is answered is kept in {preparation.partial}; the same command goes on"
-        print(labelled("", said, sys.stderr), file=sys.stderr)
+        note = f"answers so far are kept in {preparation.partial}; the same command goes on"
+        print(labelled("", note, sys.stderr), file=sys.stderr)
         raise
 
 

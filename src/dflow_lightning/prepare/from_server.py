@@ -130,7 +130,7 @@ class ServerGenerator:
         self._model = asyncio.run(self._find_model())
 
     def describe(self) -> dict[str, Any]:
-        """Its kind and the name of the served model; addresses are nobody's business."""
+        """Its kind and the name of the served model; addresses do not belong in a data set."""
         return {"kind": "server", "model": self._model}
 
     def run(self, dialogues: Iterable[Dialogue], done: Done, failed: Failed) -> None:
@@ -269,15 +269,15 @@ class ServerGenerator:
 
     async def _refuse(self, url: str, response: aiohttp.ClientResponse) -> None:
         status = response.status
-        said = " ".join((await response.text(errors="replace")).split())[:200]
+        text = " ".join((await response.text(errors="replace")).split())[:200]
         if status in REFUSED:
             raise _FatalError(
-                f"server: {url} refuses with status {status} ({said}); fix {REFUSED[status]}"
+                f"server: {url} refuses with status {status} ({text}); fix {REFUSED[status]}"
                 + (f" (the key is read from {API_KEY})" if status != 404 else "")
             )
         waits = response.headers.get("Retry-After", "")
         raise _BadAnswerError(
-            f"the server refused with status {status} ({said})",
+            f"the server refused with status {status} ({text})",
             again=status in RETRIED,
             wait=float(waits) if waits.isdigit() else 0.0,
         )

@@ -1,4 +1,4 @@
-"""What is known so far of an unfinished `prepare`: a database beside the folder to come.
+"""The state of an unfinished `prepare`: a database beside the output folder.
 
     meta       one JSON text a name; `settings` is what the answers depend on
     rejects    lines of the source that give no row, and why; `late` ones were found in the answers
@@ -113,7 +113,7 @@ class AnswerJournal:
         self._reject(line, sample, True, reject.reason, reject.detail, counted)
 
     def forget_late(self) -> None:
-        """Before the answers are looked through once more."""
+        """Drop the rejects of an earlier pass over the answers."""
         self._execute("DELETE FROM rejects WHERE late")
 
     def is_rejected(self, line: int) -> bool:
@@ -133,11 +133,11 @@ class AnswerJournal:
         return dict(self._database.execute(query))
 
     def num_asked(self, num_rows: int) -> int:
-        """Of so many lines in the source, those that are asked."""
+        """Source lines to send to the target."""
         return num_rows - self._one("SELECT COUNT(*) FROM rejects WHERE NOT late")[0]
 
     def worst(self) -> tuple[int, str, str]:
-        """How many rejects are mistakes, their commonest reason, and its first case."""
+        """Number of rejects that are mistakes, their most frequent reason, its first case."""
         count = self._one("SELECT COUNT(*) FROM rejects WHERE counted")[0]
         query = (
             "SELECT reason, MIN(line), detail FROM rejects WHERE counted GROUP BY reason "
@@ -159,7 +159,7 @@ class AnswerJournal:
         self._answer(line, sample, None, None, error)
 
     def is_answered(self, line: int, sample: int) -> bool:
-        """Whether there are answers; a failure is none."""
+        """Whether there are answers; a failure does not count."""
         query = "SELECT 1 FROM answers WHERE line = ? AND sample = ? AND error IS NULL"
         return self._one(query, line, sample) is not None
 
@@ -187,7 +187,7 @@ class AnswerJournal:
         self._committed = time.monotonic()
 
     def close(self) -> None:
-        """Commit and let go."""
+        """Commit, and release the database."""
         self._database.execute("COMMIT")
         self._database.close()
 

@@ -1,4 +1,8 @@
-"""A source to a prepared folder: looked through, answered, written."""
+"""From a source to a prepared folder: scan the rows, have them answered, write them.
+
+The source is read once for each of these and once for its checksum, always by the one reader of
+data/conversations.py, so that memory stays flat however large it is.
+"""
 
 from __future__ import annotations
 
@@ -379,7 +383,8 @@ class RowMaker:
             if not supervised:
                 continue
             if token >= self._size:
-                return f"token {token} is none of the tokenizer's {self._size}, as a mask token is"
+                size = self._size
+                return f"token {token} is outside the tokenizer's {size} tokens, like a mask token"
             ends = i == last or not mask[i + 1]
             if token in self._special and not (ends and token in self._stop_ids):
                 return f"{self.encoder.tokenizer.convert_ids_to_tokens(token)!r} stands inside it"
@@ -388,7 +393,7 @@ class RowMaker:
     def _prepared(
         self, conversation: Conversation, turns: list[TurnRow], sample: str
     ) -> Iterator[PreparedRow]:
-        said = prompt_hash(conversation)
+        asked = prompt_hash(conversation)
         for name, one in named(f"{conversation.id}{sample}", turns):
             ids, mask = one.tokens.input_ids, one.tokens.loss_mask
             self.counts["rows"] += 1
@@ -396,7 +401,7 @@ class RowMaker:
             self.counts["supervised_tokens"] += sum(mask)
             self.counts["anchors"] += num_anchors(mask)
             self.counts["unfinished"] += not one.finished
-            yield PreparedRow(name, conversation.family, ids, mask, one.finished, said)
+            yield PreparedRow(name, conversation.family, ids, mask, one.finished, asked)
 
 
 def _unsupervised(
@@ -417,7 +422,7 @@ def write_rows(
     """Write the rows of all conversations, in the order of the source.
 
     Args:
-        journal: has the answers, and is told of the rejects.
+        journal: has the answers and takes the rejects.
         sampling: how the answers were asked for; None takes those of the source.
     """
     journal.forget_late()

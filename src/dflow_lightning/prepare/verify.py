@@ -78,12 +78,12 @@ def report_on_policy(
     write_text(folder / ON_POLICY, json.dumps(content, indent=2) + "\n")
     print(labelled("on policy: ", found.describe()))
     if found.agreement < min_agreement:
-        said = (
+        advice = (
             f"that is less than min_agreement {min_agreement:g}, so these may not be the "
             "target's own answers, or it sampled them; let it answer again: leave out "
             "--keep_answers, and give --temperature 0"
         )
-        print(labelled("warning: ", said))
+        print(labelled("warning: ", advice))
     return found
 
 
