@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from dflow_lightning.commandline.recipe import layers, with_bases
+from dflow_lightning.commandline.recipe import Recipe, read_layers
 from dflow_lightning.errors import InputError
 from dflow_lightning.run.checkpoint import flatten
 
@@ -105,11 +105,10 @@ def test_bases_come_first_and_the_command_line_last(launch: "Launcher", tmp_path
 
 
 def test_recipes_without_a_base_are_left_as_they_are(tmp_path: Path) -> None:
-    write(tmp_path, plain="model: {seed: 1}\n", broken="model: [", text="a word")
-    for name in ("plain", "broken", "text", "missing"):
-        args = ["fit", "--config", str(tmp_path / f"{name}.yaml"), "--model.seed", "2"]
-        assert with_bases(args) == args
-    assert with_bases(["fit", "--config"]) == ["fit", "--config"]
+    write(tmp_path, plain="model: {seed: 1}\n")
+    args = ["fit", "--config", str(tmp_path / "plain.yaml"), "--model.seed", "2"]
+    assert Recipe.read(args).arguments(set()) == args
+    assert Recipe.read(["fit", "--config"]).arguments(set()) == ["fit", "--config"]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_a_bad_base_is_one_sentence(
     assert expected in done.err
     assert done.err.count("\n") == 1
     with pytest.raises(InputError):
-        layers(tmp_path / "it.yaml")
+        read_layers(tmp_path / "it.yaml")
 
 
 def test_an_unknown_key_above_a_base_is_an_error(launch: "Launcher", tmp_path: Path) -> None:
@@ -147,3 +146,56 @@ def test_plan_reads_a_recipe_with_a_base(launch: "Launcher") -> None:
 
     recipe = parse(["--config", "recipes/ablations/rounds-3.yaml"])
     assert (recipe.rollout.num_rounds, recipe.model.relay.enabled) == (3, True)
+
+
+FAULTY = {
+    "F9, at the top": ("data: {pack: on}\ndata: {seed: 1}\n", "line 2: data is given twice, first"),
+    "F9, inside": ("data:\n  seed: 1\n  seed: 2\n", "line 3: data.seed is given twice"),
+    "F9, interpolation": ("data: {batch_size: '${model.none}'}\n", "'model.none' not found"),
+    "F42, tab": ("data:\n\tseed: 1\n", "line 2: a tab where YAML wants spaces"),
+    "F42, empty": ("# nothing\n", "is empty; give a recipe"),
+    "F42, no mapping": ("a word\n", "is not a recipe"),
+    "F42, nan": ("model: {optimizer: {lr: .nan}}\n", "line 1: model.optimizer.lr is .nan; "),
+    "F42, type": ("data:\n  batch_size: many\n", "line 2: data.batch_size: "),
+    "F42, seed": ("seed_everything: -1\n", "line 1: seed_everything is -1; give a number from 0"),
+    "F42, large seed": ("model: {seed: 5000000000}\n", "model.seed is 5000000000; give a number"),
+    "F42, interval": (
+        "trainer: {val_check_interval: 0}\n",
+        "trainer.val_check_interval is 0; ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_faulty_recipe_is_one_sentence(launch: "Launcher", tmp_path: Path, name: str) -> None:
+    """F9, F42."""
+    text, expected = FAULTY[name]
+    write(tmp_path, it=text)
+    done = launch("fit", "--config", ROOT / "recipes/tiny-dflow.yaml", "--config",
+                  tmp_path / "it.yaml")  # fmt: skip
+    assert (done.status, done.err.count("\n")) == (2, 1), done.err
+    assert done.err.startswith("error: ")
+    assert "it.yaml" in done.err
+    assert expected in done.err
+
+
+def test_a_recipe_in_utf_16_is_one_sentence(launch: "Launcher", tmp_path: Path) -> None:
+    """F42."""
+    (tmp_path / "it.yaml").write_text("seed_everything: 1\n", encoding="utf-16")
+    done = launch("fit", "--config", tmp_path / "it.yaml")
+    assert done.status == 2
+    assert "it.yaml is not UTF-8 text; save it as UTF-8" in done.err
+
+
+@pytest.mark.parametrize(
+    "text", ["tracking:\n  # experiment: mine\n", "tracking: null\n", "model: {relay: , seed: 0}\n"]
+)
+def test_a_section_without_settings_means_its_defaults(
+    launch: "Launcher", tmp_path: Path, text: str
+) -> None:
+    """F10."""
+    recipe = ROOT / "recipes/tiny-dflow.yaml"
+    write(tmp_path, it=text)
+    assert printed(launch, "--config", recipe, "--config", tmp_path / "it.yaml") == printed(
+        launch, "--config", recipe
+    )

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from test_lossless import chi_square, prompts, small_vocabulary  # noqa: F401
 from training import make_module, one_text
 
+from dflow_lightning.commandline.recipe import Recipe
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import Engine, Request, SpeculativeDecoder, rounds
 from dflow_lightning.decode.rounds import Mode
@@ -443,13 +444,13 @@ def test_a_start_from_an_export_has_its_weights(half_trained3, exported, tiny_ta
 def test_the_method_is_the_last_one_named(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("method: eagle3\n")
-    assert method_of(["fit"]) == "block"
-    assert method_of(["fit", "--config", str(recipe)]) == "eagle3"
-    assert method_of(["fit", f"--config={recipe}", "--method", "block"]) == "block"
+    assert method_of(Recipe.read(["fit"])) == "block"
+    assert method_of(Recipe.read(["fit", "--config", str(recipe)])) == "eagle3"
+    assert method_of(Recipe.read(["fit", f"--config={recipe}", "--method", "block"])) == "block"
     (tmp_path / "on-top.yaml").write_text("base: recipe.yaml\nseed_everything: 1\n")
-    assert method_of(["fit", "--config", str(tmp_path / "on-top.yaml")]) == "eagle3"
+    assert method_of(Recipe.read(["fit", "--config", str(tmp_path / "on-top.yaml")])) == "eagle3"
     with pytest.raises(InputError, match="method is eagle4; choose of block, eagle3"):
-        method_of(["fit", "--method=eagle4"])
+        method_of(Recipe.read(["fit", "--method=eagle4"]))
 
 
 def test_slots_beyond_the_row_are_not_supervised(half_trained3):

@@ -15,10 +15,10 @@ from jsonargparse import ActionConfigFile, capture_parser
 from dflow_lightning.commandline.arguments import call_tool
 from dflow_lightning.commands import RUNS, TOOLS, load_tool
 from dflow_lightning.errors import InputError
-from dflow_lightning.plan.command import parse as parse_plan
-from dflow_lightning.run.fit import COMMANDS, TrainCLI
-from dflow_lightning.run.signals import Signals
+from dflow_lightning.plan.command import make_parser as plan_parser
+from dflow_lightning.run.fit import COMMANDS, recipe_parser
 from dflow_lightning.sweep.command import make_parser as sweep_parser
+from dflow_lightning.training.base import BLOCK
 
 SHELLS = ("bash", "zsh")
 # Options that are text, since a hub id will do as well, but mostly name a file or a folder.
@@ -33,15 +33,6 @@ save it where the shell looks for it, and again after an update.
 
 example:
   dflow-train completion bash > ~/.dflow-completion; source ~/.dflow-completion"""
-
-
-class _Built(Exception):  # noqa: N818 - carries parsers, and is no error
-    """The trainer's parsers, before anything is parsed."""
-
-
-class _Parsers(TrainCLI):
-    def parse_arguments(self, parser: Any, args: Any) -> None:
-        raise _Built({name: self._parser(name) for name in COMMANDS})
 
 
 def run(args: Sequence[str]) -> int:
@@ -73,12 +64,9 @@ def script(shell: str) -> str:
 
 def parsers_of_commands() -> dict[str, Any]:
     """The parser of every command that has options."""
-    try:
-        _Parsers(["fit"], Signals())
-    except _Built as built:
-        parsers = dict(built.args[0])
+    parsers = {name: recipe_parser(BLOCK, name) for name in COMMANDS}
     parsers["sweep"] = sweep_parser()
-    parsers["plan"] = parsers["doctor"] = capture_parser(lambda: parse_plan([]))
+    parsers["plan"] = parsers["doctor"] = plan_parser()
     for name in TOOLS:
         tool = load_tool(name)
         root = capture_parser(lambda name=name, tool=tool: call_tool(name, tool, [name]))

@@ -3,9 +3,11 @@
 import difflib
 import inspect
 import json
+import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -16,6 +18,8 @@ from dflow_lightning.terminal import PLAIN_WIDTH, command
 
 TINY = "--target data/tiny-qwen3"
 RUN = "runs/tiny-dflow"
+LARGEST_SEED = 2**32 - 1  # what NumPy's generators take
+SHORT = ("-c", "-h")  # options with one dash
 EXAMPLES = {
     "fit": "--config recipes/tiny-dflow.yaml --trainer.max_steps 3000",
     "validate": "--config recipes/tiny-dflow.yaml --ckpt_path best",
@@ -72,6 +76,44 @@ def option_types(tool: Callable[..., Any]) -> dict[str, Any]:
     return {f"--{name}": hints.get(name, Any) for name in inspect.signature(tool).parameters}
 
 
+@dataclass(frozen=True)
+class Option:
+    """An option as it stands on a command line, and the words up to the next one.
+
+    Attributes:
+        name: with its dashes; empty for words before any option.
+        attached: what follows `=`.
+    """
+
+    name: str
+    attached: str | None
+    words: list[str]
+
+    @property
+    def value(self) -> str | None:
+        """What is attached, or the first word; None where there is neither."""
+        return self.attached if self.attached is not None else next(iter(self.words), None)
+
+    def spelled(self) -> list[str]:
+        """The option as it was written."""
+        name = self.name if self.attached is None else f"{self.name}={self.attached}"
+        return [*([name] if name else []), *self.words]
+
+
+def split_options(args: Sequence[str]) -> list[Option]:
+    """A command line as its options; nothing else in this package looks for them."""
+    options: list[Option] = []
+    for word in args:
+        name, equals, value = word.partition("=")
+        if word.startswith("--") or name in SHORT:
+            options.append(Option(name, value if equals else None, []))
+        else:
+            if not options:
+                options.append(Option("", None, []))
+            options[-1].words.append(word)
+    return options
+
+
 def spell_out(types: Mapping[str, Any], args: Sequence[str]) -> list[str]:
     """Options as people write them, in the form that the parser reads.
 
@@ -83,26 +125,56 @@ def spell_out(types: Mapping[str, Any], args: Sequence[str]) -> list[str]:
     """
     kept: list[str] = []
     lists: dict[str, list[str]] = {}
-    rest = list(args)
-    while rest:
-        option, equals, value = rest.pop(0).partition("=")
-        kind = types.get(option)
-        kinds, alone = (kind, *get_args(kind)), not rest or rest[0].startswith("--")
-        if bool in kinds and not equals and rest[:1] not in (["true"], ["false"]):
-            kept.append(f"{option}=true")
-        elif option == "--json" and Path in kinds and not equals and alone:
-            kept.append(f"{option}=-")
-        elif get_origin(kind) is list:
-            if not equals and rest:
-                value = rest.pop(0)
+    for option in split_options(args):
+        kind = types.get(option.name)
+        kinds = (kind, *get_args(kind))
+        if bool in kinds and option.value not in ("true", "false") and option.attached is None:
+            kept += [f"{option.name}=true", *option.words]
+        elif option.name == "--json" and Path in kinds and option.value is None:
+            kept.append("--json=-")
+        elif get_origin(kind) is list and (value := option.value) is not None:
             texts = get_args(kind) in ((Path,), (str,))
             items = [value.strip("[]")] if value.startswith("[") else None
-            lists.setdefault(option, []).extend(
+            lists.setdefault(option.name, []).extend(
                 items or ([json.dumps(value)] if texts else value.split(","))
             )
+            kept += option.words[option.attached is None :]
         else:
-            kept.append(f"{option}{equals}{value}")
+            kept += option.spelled()
     return kept + [f"{option}=[{','.join(values)}]" for option, values in lists.items()]
+
+
+def check_values(config: Any) -> None:
+    """Refuse numbers that no setting can take: those that are not finite, seeds out of range.
+
+    Raises:
+        InputError: for the first of them.
+    """
+    if command := config.get("subcommand"):
+        config = config[command]
+    for key, value in flat(config.as_dict()):
+        leaf = key.rpartition(".")[2]
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{key} is {value}; give a finite number")
+        seed = leaf in ("seed", "seed_everything") and type(value) is int
+        if seed and not 0 <= value <= LARGEST_SEED:
+            raise InputError(f"{key} is {value}; give a number from 0 to {LARGEST_SEED}")
+        if key == "trainer.val_check_interval" and value is not None and value <= 0:
+            raise InputError(
+                f"{key} is {value}; give a number of steps, or a share of an epoch above 0; "
+                "data.validation null trains without validation"
+            )
+
+
+def flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by dotted key; a list's items have the list's key."""
+    for name, value in content.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{key}.")
+        else:
+            for item in value if isinstance(value, list) else [value]:
+                yield key, item
 
 
 class OneSentence:
@@ -138,6 +210,12 @@ def example(name: str) -> str:
 
 class ToolParser(OneSentence, jsonargparse.ArgumentParser):  # type: ignore[misc]
     """The parser of the tools."""
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse, and check the numbers that all tools share."""
+        config = super().parse_args(*args, **kwargs)
+        check_values(config)
+        return config
 
 
 def call_tool(name: str, tool: Callable[..., None], args: Sequence[str]) -> None:

@@ -112,7 +112,8 @@ def read_recipe(args: Sequence[str]) -> tuple[Any, Check]:
 
 def run_dir(recipe: Any, args: Sequence[str]) -> Path:
     """Where `fit` would write."""
-    from dflow_lightning.run.fit import default_run_dir, recipe_name
+    from dflow_lightning.commandline.recipe import Recipe
+    from dflow_lightning.run.fit import default_run_dir
 
     given = recipe.run_dir or recipe.trainer.default_root_dir
-    return Path(given or default_run_dir(recipe_name(args), None, fresh=True))
+    return Path(given or default_run_dir(Recipe.read(args).name, None, fresh=True))

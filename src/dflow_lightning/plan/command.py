@@ -15,15 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from jsonargparse import ActionConfigFile
-from lightning.pytorch import Trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflow_lightning.commandline.arguments import spell_out
 from dflow_lightning.commandline.json_output import HELP as JSON_HELP
 from dflow_lightning.commandline.json_output import JsonOutput
-from dflow_lightning.commandline.recipe import with_bases
-from dflow_lightning.data.datamodule import ChatDataModule
+from dflow_lightning.commandline.recipe import Recipe
 from dflow_lightning.data.prepared import is_prepared
 from dflow_lightning.data.sets import count_rows
 from dflow_lightning.errors import InputError
@@ -37,14 +34,7 @@ from dflow_lightning.plan.eagle3 import Eagle3Plan
 from dflow_lightning.plan.memory import GIB, PRECISIONS, RESERVE, Plan, Sharding, amount, count
 from dflow_lightning.plan.work import work_of
 from dflow_lightning.prepare.verify import read_on_policy
-from dflow_lightning.run.fit import (
-    INTERPOLATION,
-    METHOD_HELP,
-    MODULES,
-    RunParser,
-    method_of,
-    sections,
-)
+from dflow_lightning.run.fit import method_of, recipe_parser
 from dflow_lightning.training.base import BLOCK, Method
 
 GPUS = "Processes with one GPU each; by default trainer.devices, or 1 if that is not a number."
@@ -60,6 +50,7 @@ TFLOPS = (
 )
 A100_MEMORY, A100_TFLOPS = 80.0, 125.0
 CPU_SHARE = 0.4  # of the rate of one large product that a whole step reaches
+FLAGS = {"--measure": bool, "--json": Path | None}
 MEASURE = "Run two steps of the recipe's shapes on one device, and print memory and time."
 
 
@@ -112,9 +103,25 @@ def parse(args: Sequence[str]) -> Any:
     Raises:
         InputError: an option or a key of the recipe is unknown or has a wrong value.
     """
-    method = method_of(args)
-    parser = RunParser(prog="dflow-train plan", **INTERPOLATION)  # type: ignore[arg-type]
-    parser.add_argument("-c", "--config", action=ActionConfigFile, help="A recipe, then overlays.")
+    given = Recipe.read(spell_out(FLAGS, args))
+    recipe = given.parse(make_parser(method_of(given)))
+    on_cpu = recipe.trainer.accelerator == "cpu"
+    for name, unit in (("gpu_memory", "GiB"), ("gpu_tflops", "TFLOP/s")):
+        value = getattr(recipe, name)
+        if value is not None and value <= 0:
+            raise InputError(f"{name} is {value:g}; give the {unit} of one GPU")
+    if recipe.gpu_memory is None:
+        recipe.gpu_memory = machine_memory() if on_cpu else A100_MEMORY
+    if recipe.gpu_tflops is None:
+        recipe.gpu_tflops = cpu_tflops() if on_cpu else A100_TFLOPS
+    if recipe.rows is not None and recipe.rows < 1:
+        raise InputError(f"rows is {recipe.rows}; give the number of rows of data.train")
+    return recipe
+
+
+def make_parser(method: Method = BLOCK) -> Any:
+    """The parser of a recipe, with the options of this command."""
+    parser = recipe_parser(method, prog="dflow-train plan")
     parser.add_argument("--gpus", type=int | None, default=None, help=GPUS)
     parser.add_argument("--gpu_memory", type=float | None, default=None, help=GPU_MEMORY)
     parser.add_argument("--target_config", type=str | None, default=None, help=TARGET_CONFIG)
@@ -124,29 +131,7 @@ def parse(args: Sequence[str]) -> Any:
     parser.add_argument("--gpu_tflops", type=float | None, default=None, help=TFLOPS)
     parser.add_argument("--measure", type=bool, default=False, help=MEASURE)
     parser.add_argument("--json", type=Path | None, default=None, help=JSON_HELP)
-    parts: dict[str, Any] = {
-        "model": MODULES[method], "data": ChatDataModule, "trainer": Trainer
-    }  # fmt: skip
-    for section, kind in (parts | sections(method)).items():
-        parser.add_lightning_class_args(kind, section)
-    parser.add_argument("--method", type=Method, default=BLOCK, help=METHOD_HELP)
-    for name in ("seed_everything", "run_dir", "ckpt_path", "quiet"):
-        parser.add_argument(f"--{name}", type=Any, default=None, help="Not used here.")
-    parser.link_arguments("model.target.path", "data.tokenizer")
-    flags = {"--measure": bool, "--json": Path | None}
-    recipe = parser.parse_args(with_bases(spell_out(flags, args)))
-    on_cpu = recipe.trainer.accelerator == "cpu"
-    for name, unit in (("gpu_memory", "GiB"), ("gpu_tflops", "TFLOP/s")):
-        given = getattr(recipe, name)
-        if given is not None and given <= 0:
-            raise InputError(f"{name} is {given:g}; give the {unit} of one GPU")
-    if recipe.gpu_memory is None:
-        recipe.gpu_memory = machine_memory() if on_cpu else A100_MEMORY
-    if recipe.gpu_tflops is None:
-        recipe.gpu_tflops = cpu_tflops() if on_cpu else A100_TFLOPS
-    if recipe.rows is not None and recipe.rows < 1:
-        raise InputError(f"rows is {recipe.rows}; give the number of rows of data.train")
-    return recipe
+    return parser
 
 
 def machine_memory() -> float:

@@ -4,18 +4,18 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import ActionConfigFile
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from dflow_lightning.commandline.arguments import OneSentence, spell_out
-from dflow_lightning.commandline.recipe import layers, with_bases
+from dflow_lightning.commandline.recipe import Recipe
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.errors import InputError, RunError
 from dflow_lightning.run.checkpoint import (
@@ -47,6 +47,11 @@ SECTIONS = {
     "checkpoint": Checkpointing,
 }
 MODULES: dict[Method, type] = {"block": DrafterModule, "eagle3": Eagle3Module}
+TRAINER_DEFAULTS = {
+    "deterministic": True,
+    "enable_model_summary": False,
+    "log_every_n_steps": 10,
+}
 INTERPOLATION = {"parser_mode": "omegaconf+"}  # plain `omegaconf` leaves stale values behind
 COMMANDS = ("fit", "validate", "test")
 METHOD_HELP = (
@@ -64,7 +69,8 @@ class TrainCLI(LightningCLI):
 
     def __init__(self, args: Sequence[str], signals: Signals):
         self._signals = signals
-        self._method = method_of(args)
+        self._recipe = Recipe.read(args)
+        self._method = method_of(self._recipe)
         super().__init__(
             MODULES[self._method],
             ChatDataModule,
@@ -78,11 +84,7 @@ class TrainCLI(LightningCLI):
             save_config_callback=RecipeRecord,
             save_config_kwargs={"save_to_log_dir": False},
             seed_everything_default=0,
-            trainer_defaults={
-                "deterministic": True,
-                "enable_model_summary": False,
-                "log_every_n_steps": 10,
-            },
+            trainer_defaults=TRAINER_DEFAULTS,
             auto_configure_optimizers=False,
         )
 
@@ -93,30 +95,17 @@ class TrainCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The sections beside model, data and trainer, and the values that must agree."""
-        for section, callback in sections(self._method).items():
-            parser.add_lightning_class_args(callback, section)
-        parser.add_argument("--method", type=Method, default=BLOCK, help=METHOD_HELP)
-        parser.add_argument(
-            "--run_dir",
-            type=Path | None,
-            default=None,
-            help="Where checkpoints, recipe and MLflow store go. By default a new folder "
-            "runs/<recipe name>; a folder that is named here is written into as it is.",
-        )
-        parser.add_argument(
-            "--quiet", type=bool, default=False, help="Print warnings and errors only."
-        )
-        parser.link_arguments("model.target.path", "data.tokenizer")
+        add_own_arguments(parser, self._method)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses, and settles which folder and which checkpoint this run is about."""
-        self.config = parser.parse_args(with_bases(args))
+        self.config = self._recipe.parse(parser, self._parser(args[0]))
         command = self.config.subcommand
         self._settings = self.config[command]
         name = self._settings.ckpt_path
         folder = self._settings.run_dir or self._settings.trainer.default_root_dir
         folder = folder or default_run_dir(
-            recipe_name(args), None if name is None else str(name), fresh=command == "fit"
+            self._recipe.name, None if name is None else str(name), fresh=command == "fit"
         )
         self._settings.run_dir = self.run_dir = Path(folder)
         self.resumed: SavedRun | None = None
@@ -210,52 +199,55 @@ def sections(method: Method) -> dict[str, Any]:
     return {k: v for k, v in SECTIONS.items() if method == BLOCK or k != "rollout"}
 
 
-def method_of(args: Sequence[str]) -> Method:
+def add_own_arguments(parser: LightningArgumentParser, method: Method) -> None:
+    """Add the sections beside model, data and trainer, and what belongs to the run itself."""
+    for section, callback in sections(method).items():
+        parser.add_lightning_class_args(callback, section)
+    parser.add_argument("--method", type=Method, default=BLOCK, help=METHOD_HELP)
+    parser.add_argument(
+        "--run_dir",
+        type=Path | None,
+        default=None,
+        help="Where checkpoints, recipe and MLflow store go. By default a new folder "
+        "runs/<recipe name>; a folder that is named here is written into as it is.",
+    )
+    parser.add_argument("--quiet", type=bool, default=False, help="Print warnings and errors only.")
+    parser.link_arguments("model.target.path", "data.tokenizer")
+
+
+def recipe_parser(method: Method, command: str = "fit", prog: str | None = None) -> Any:
+    """The parser of a command's settings, without LightningCLI, which would also run it.
+
+    For the commands that only look at a recipe: `plan`, `doctor`, `sweep` and `completion`.
+    """
+    name = prog or f"dflow-train {command}"
+    made: Any = RunParser(prog=name, **INTERPOLATION)  # type: ignore[arg-type]
+    made.add_argument("-c", "--config", action=ActionConfigFile, help="A recipe, then overlays.")
+    made.add_argument("--seed_everything", type=bool | int, default=0, help="Seed of the run.")
+    made.add_lightning_class_args(Trainer, "trainer")
+    made.set_defaults({f"trainer.{key}": value for key, value in TRAINER_DEFAULTS.items()})
+    made.add_lightning_class_args(MODULES[method], "model")
+    made.add_lightning_class_args(ChatDataModule, "data")
+    add_own_arguments(made, method)
+    made.add_method_arguments(Trainer, command, skip=LightningCLI.subcommands()[command])
+    return made
+
+
+def method_of(recipe: Recipe) -> Method:
     """The method that recipes and command line name, the last one; it decides on the parser.
 
     Raises:
         InputError: there is no such method.
     """
-    found: Any = BLOCK
-    for option, value in pairwise([*args, ""]):
-        key, equals, attached = option.partition("=")
-        given = attached if equals else value
-        if key == "--method":
-            found = given
-        elif key in ("-c", "--config"):
-            found = _method_in(given, found)
+    found = recipe.setting("method", BLOCK)
     if found not in MODULES:
         raise InputError(f"method is {found}; choose of {', '.join(MODULES)}")
-    return found
-
-
-def _method_in(recipe: str, default: Any) -> Any:
-    """The `method` of a recipe or its base; what cannot be read is for the parser to refuse."""
-    found = default
-    for layer in layers(Path(recipe)):
-        try:
-            text = layer if "\n" in layer else Path(layer).read_text(encoding="utf-8")
-            content = yaml.safe_load(text)
-        except (OSError, ValueError, yaml.YAMLError):
-            continue
-        if isinstance(content, dict):
-            found = content.get("method", found)
     return found
 
 
 def as_list(value: Any) -> list[Any]:
     """None, one thing or a list of things as a list."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
-def recipe_name(args: Sequence[str]) -> str:
-    """The first recipe's file name; its folder's name for the `config.yaml` of an earlier run."""
-    for option, value in pairwise([*args, ""]):
-        key, equals, attached = option.partition("=")
-        if key in ("-c", "--config") and (attached or value):
-            path = Path(attached if equals else value)
-            return path.absolute().parent.name if path.name == "config.yaml" else path.stem
-    return "run"
 
 
 def default_run_dir(name: str, ckpt_path: str | None, *, fresh: bool) -> Path:

@@ -6,22 +6,26 @@ kept; a second call goes on where the first one stopped.
 
 import hashlib
 import itertools
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from rich.console import Console
 
-from dflow_lightning.commandline.arguments import ToolParser, option_types, spell_out
+from dflow_lightning.commandline.arguments import (
+    ToolParser,
+    option_types,
+    spell_out,
+    split_options,
+)
+from dflow_lightning.commandline.recipe import Recipe
 from dflow_lightning.errors import InputError
 from dflow_lightning.html import with_spread
 from dflow_lightning.models.device import Dtype, choose_device
-from dflow_lightning.run.fit import TrainCLI, quiet
-from dflow_lightning.run.signals import Signals
+from dflow_lightning.run.fit import method_of, quiet, recipe_parser
 from dflow_lightning.sweep.folder import SweepFolder, SweepStore
 from dflow_lightning.sweep.member import Children, Member, Outcome
 from dflow_lightning.terminal import print_table, screen, table
@@ -107,7 +111,7 @@ def run(args: Sequence[str]) -> int:
         parser.parse_args(spell_out(option_types(SweepSettings), own))
     )
     settings = SweepSettings(**vars(settings))
-    recipes = {path.stem: read_recipe(path, overrides) for path in settings.config}
+    recipes = {path.stem: read_settings(path, overrides) for path in settings.config}
     command = shlex.join(["dflow-train", "sweep", *args])
     with SweepFolder.open(settings.out) as folder:
         folder.agree(
@@ -179,58 +183,35 @@ def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
     known = SweepSettings.__dataclass_fields__
     own: list[str] = []
     overrides: list[str] = []
-    rest = list(args)
-    while rest:
-        option, equals, value = rest.pop(0).partition("=")
-        name = {"-c": "config", "-h": "help"}.get(option, option.removeprefix("--"))
-        values = [value] if equals else []
-        while not equals and rest and not rest[0].startswith("--") and rest[0] != "-c":
-            values.append(rest.pop(0))
+    for option in split_options(args):
+        name = {"-c": "config", "-h": "help"}.get(option.name, option.name.removeprefix("--"))
+        values = [*([] if option.attached is None else [option.attached]), *option.words]
         if name in OURS:
             raise InputError(f"{name} is set by the sweep for each run; leave it out")
         if name == "config":
-            own += [part for one in values or [""] for part in ("--config", one)]
+            own += [part for value in values or [""] for part in ("--config", value)]
         elif name in known or name == "help":
             own += [f"--{name}", *values]
         else:
-            overrides += [f"{option}{equals}{value}", *([] if equals else values)]
+            overrides += option.spelled()
     return own, overrides
 
 
-class _ReadError(Exception):
-    """A recipe that was read and checked; nothing has been made of it."""
-
-    def __init__(self, recipe: dict[str, Any]) -> None:
-        super().__init__()
-        self.recipe = recipe
-
-
-class RecipeCLI(TrainCLI):
-    """`fit` up to the point where it has checked all its options."""
-
-    def before_instantiate_classes(self) -> NoReturn:
-        """Ends here, with the whole recipe."""
-        command = self.config["subcommand"]
-        text = self._parser(command).dump(self.config[command], skip_none=False, format="yaml")
-        raise _ReadError(yaml.safe_load(text))
-
-
-def read_recipe(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """All values of a recipe, as `fit` would use them.
 
     Raises:
         InputError: it cannot be read, or holds a key or a value that `fit` refuses.
     """
     quiet()
-    # A folder of its own: without one `fit` would look for one that is free.
-    args = ["fit", "--config", str(path), "--run_dir", os.devnull, *overrides]
+    recipe = Recipe.read(["--config", str(path), *overrides])
+    parser = recipe_parser(method_of(recipe))
     try:
-        RecipeCLI(args, Signals())
-    except _ReadError as read:
-        return read.recipe
+        found = recipe.parse(parser)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-    raise AssertionError("LightningCLI calls before_instantiate_classes")
+        message = str(error)
+        raise InputError(message if str(path) in message else f"{path}: {message}") from error
+    return yaml.safe_load(parser.dump(found, skip_none=False, format="yaml"))
 
 
 def digest(recipe: dict[str, Any]) -> str:
