@@ -48,6 +48,9 @@ fmt: env ## format and mend what ruff can mend
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+house: env ## lines, circles, places that do one thing, names defined twice, by AST
+	$(BIN)/python scripts/house.py
+
 captures: env ## every command on terminals of 80 and 200 columns, in a pipe, as JSON, and on Ctrl-C (5 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/captures.py
 
