@@ -32,7 +32,7 @@ from dflow_lightning.data.prepared import PreparedRow, PreparedWriter, finish
 from dflow_lightning.data.token_rows import PreparedRows, TokenRows
 from dflow_lightning.models.dims import DrafterConfig
 from dflow_lightning.training.module import DrafterModule, TargetConfig
-from dflow_lightning.training.rollout import Rollout
+from dflow_lightning.training.step_inputs import RolloutConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "data/tiny-qwen3"
@@ -104,14 +104,12 @@ def step_seconds(data: ChatDataModule, steps: int) -> float:
         num_anchors=ANCHORS,
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    rollout = Rollout(module.target, module.drafter, module.relay, True, "online", "data")
+    rollout = RolloutConfig(num_rounds=ROUNDS, num_anchors=ROLLED)
     times = []
     with Precision().forward_context():
         for batch in islice(data.train_dataloader(), steps):
             start = time.perf_counter()
-            inputs = module.begin_step(batch, extra_slots=ROLLED * 8)
-            rollout.extend(inputs, ROUNDS, ROLLED)
-            loss, _ = module.objective(inputs)
+            loss, _ = module.objective(module.step_inputs(batch, rollout))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -26,7 +26,7 @@ import torch
 from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.equality import EqualityCheck
-from dflow_lightning.decode.steps import Backend
+from dflow_lightning.decode.rounds import Backend
 from dflow_lightning.models.target import FrozenTarget
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +60,7 @@ def ours(
     for _ in range(1 + passes):
         start = time.perf_counter()
         found = decoder.generate(
-            asked, max_new_tokens=limit, relay=False, batch_size=concurrency, backend=backend
+            asked, max_new_tokens=limit, use_rejected=False, batch_size=concurrency, backend=backend
         )
         seconds.append(time.perf_counter() - start)
     return {

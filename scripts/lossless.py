@@ -24,8 +24,8 @@ from dflow_lightning.bench.table import short_names
 from dflow_lightning.data.prompts import read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.equality import EqualityCheck
-from dflow_lightning.decode.package import FOLDER, compile_package
-from dflow_lightning.decode.steps import Backend
+from dflow_lightning.decode.package import PACKAGE_FOLDER, compile_package
+from dflow_lightning.decode.rounds import Backend
 from dflow_lightning.decode.tree import slots_are_independent
 from dflow_lightning.models.eagle3 import Eagle3Drafter
 from dflow_lightning.models.target import FrozenTarget
@@ -39,7 +39,7 @@ def packaged_copy(drafter: Path, target: FrozenTarget, folder: Path) -> Speculat
     decoder = SpeculativeDecoder.from_export(folder, target)
     if isinstance(decoder.drafter, Eagle3Drafter):
         return decoder
-    compile_package(decoder.models(), folder / FOLDER)
+    compile_package(decoder.models(), folder / PACKAGE_FOLDER)
     return decoder
 
 
@@ -89,8 +89,8 @@ def main(
             for (one, nodes), size, relay in cells:
                 start = time.perf_counter()
                 ours = decoder.generate(
-                    asked, max_new_tokens=max_new_tokens, relay=relay, batch_size=size, backend=one,
-                    tree_nodes=nodes,
+                    asked, max_new_tokens=max_new_tokens, use_rejected=relay, batch_size=size,
+                    backend=one, tree_nodes=nodes,
                 )  # fmt: skip
                 seconds = time.perf_counter() - start
                 found = check.differences(

@@ -27,9 +27,8 @@ from dflow_lightning.bench.suite import TINY_SUITE
 from dflow_lightning.bench.table import short_names
 from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import Engine, SpeculativeDecoder
-from dflow_lightning.decode.rounds import Drafts, Mode, correct, draft
+from dflow_lightning.decode.rounds import Drafts, RoundBackend, RoundMode, correct, draft
 from dflow_lightning.decode.state import DecodeState, Models
-from dflow_lightning.decode.steps import Steps
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.target import FrozenTarget
 
@@ -47,13 +46,13 @@ class PairedDraft:
         """Before the next request."""
         self.drafted.clear()
 
-    def __call__(self, models: Models, state: DecodeState, mode: Mode) -> Drafts:
+    def __call__(self, models: Models, state: DecodeState, mode: RoundMode) -> Drafts:
         """What `rounds.draft` gives with the relay."""
         on = draft(models, state, mode, correct(models, state))
         off = draft(models, state, mode, None)
-        assert state.relay is not None
+        assert state.rejected is not None
         # The last J slots draft: all but the anchor's, or all where a slot predicts the next token.
-        with_row_J = state.relay.valid_BNK[0, 0, -on.tokens_RJ.shape[1] :]
+        with_row_J = state.rejected.valid_BNK[0, 0, -on.tokens_RJ.shape[1] :]
         self.drafted.append(
             TwoDrafts(
                 int(state.anchor_R[0]),
@@ -124,7 +123,7 @@ class PairedDecoding:
             decoder.models(),
             num_slots=1,
             max_length=min(limit, longest),
-            backend=Steps("eager", self._record),
+            backend=RoundBackend("eager", self._record),
         )
         self.num_drafts = decoder.models().block_size - 1
 

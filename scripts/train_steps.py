@@ -17,7 +17,7 @@ from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.models.dims import DrafterConfig
 from dflow_lightning.models.relay import RelayConfig
 from dflow_lightning.training.module import DrafterModule, TargetConfig
-from dflow_lightning.training.rollout import Rollout
+from dflow_lightning.training.step_inputs import RolloutConfig
 
 ROUNDS, SHARE = 2, 8
 
@@ -37,11 +37,8 @@ def main() -> None:
     )
     ids = torch.randint(2, module.target.vocab_size, (args.batch, args.seq_len))
     batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(args.batch))
-    rolled = args.anchors // SHARE
-    rollout = Rollout(module.target, module.drafter, module.relay, True, "online", "data")
-    extra = rolled * args.block_size
-    clean = module.begin_step(batch)
-    clean_with_room = module.begin_step(batch, extra_slots=extra)
+    config = RolloutConfig(num_rounds=ROUNDS, num_anchors=args.anchors // SHARE)
+    clean, rolled = module.step_inputs(batch), module.step_inputs(batch, config)
 
     relay = module.relay
 
@@ -53,17 +50,17 @@ def main() -> None:
         module.relay = relay
         return loss.item()
 
-    def dflow(inputs) -> float:
-        del inputs.rounds[1:]
-        rollout.extend(inputs, ROUNDS, rolled)
-        return train(inputs)
+    def dflow() -> float:
+        del rolled.rounds[1:]  # the clean forward is kept, the rounds are made again
+        module.rollout(config).extend(rolled)
+        return train(rolled)
 
     serve(
         {
             "dflash": lambda: train(clean),
-            "dflow": lambda: dflow(clean_with_room),
-            "dflash_whole": lambda: train(module.begin_step(batch)),
-            "dflow_whole": lambda: dflow(module.begin_step(batch, extra_slots=extra)),
+            "dflow": dflow,
+            "dflash_whole": lambda: train(module.step_inputs(batch)),
+            "dflow_whole": lambda: train(module.step_inputs(batch, config)),
         },
         {"trained_parameters": sum(p.numel() for p in module.drafter.parameters())},
     )

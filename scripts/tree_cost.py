@@ -64,7 +64,10 @@ def arms_of(folders: list[Path], target: FrozenTarget, nodes: list[int], length:
         for relay in (True, False) if decoder.keeps_rejected else (False,):
             for size in (None, *nodes):
                 engine = Engine(
-                    decoder.models(relay=relay), num_slots=1, max_length=length, tree_nodes=size
+                    decoder.models(use_rejected=relay),
+                    num_slots=1,
+                    max_length=length,
+                    tree_nodes=size,
                 )
                 label = "chain" if size is None else str(size)
                 arms.append(Arm(f"{name}, relay {'on' if relay else 'off'}", label, engine))

@@ -20,7 +20,7 @@ from training import make_module
 
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.run import strategy  # noqa: F401 - registers the names zero1 to zero3
-from dflow_lightning.training import rollout
+from dflow_lightning.training import step_inputs
 from dflow_lightning.training.rollout import OnlineRollout
 
 K = 4  # block size
@@ -110,7 +110,7 @@ class ExtremeRollout(OnlineRollout):
     """Rollouts in which what a block accepts does not depend on its drafts."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        with patch.object(rollout, "accept", decided_acceptance(batch.sample_ids_B)):
+        with patch.object(step_inputs, "accept", decided_acceptance(batch.sample_ids_B)):
             super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
 

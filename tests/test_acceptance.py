@@ -3,7 +3,7 @@
 import torch
 
 from dflow_lightning.tensors.acceptance import (
-    Sampling,
+    TokenSampling,
     accept,
     accept_or_resample,
     choose,
@@ -11,13 +11,13 @@ from dflow_lightning.tensors.acceptance import (
     position_uniforms,
     probabilities,
 )
-from dflow_lightning.tensors.metrics import acceptance_after, acceptance_summary
+from dflow_lightning.tensors.metrics import acceptance_summary
 
 
 def sampling(*temperatures, top_k=0, top_p=1.0):
     """Settings of one request per temperature."""
     count = len(temperatures)
-    return Sampling(
+    return TokenSampling(
         torch.tensor(temperatures), torch.full((count,), top_k), torch.full((count,), top_p)
     )
 
@@ -63,7 +63,6 @@ def test_summary_pools_rounds_and_averages_requests():
 def test_rounds_by_what_the_round_before_accepted():
     joint = acceptance_summary([[0, 2, 0], [3], [0, 2, 2]], num_draft_tokens=3).joint_histogram
     assert joint == [[0, 0, 2, 0], [0] * 4, [1, 0, 1, 0], [0] * 4]
-    assert acceptance_after(joint) == [[1.0, 1.0, 0.0], [None] * 3, [0.5, 0.5, 0.0], [None] * 3]
 
 
 def test_summary_of_nothing():

@@ -1,15 +1,29 @@
 """Block attention: both formulations against loops, forward and gradient, and no leak."""
 
 import math
+import warnings
 
 import pytest
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.tensors.attention import block_attention, choose
-from dflow_lightning.tensors.attention_flex import TILE, flex_blocks, tile_mask
+from dflow_lightning.tensors import attention, attention_flex
+from dflow_lightning.tensors.attention import formulation_for
+from dflow_lightning.tensors.attention_flex import TILE, tile_mask
+from dflow_lightning.tensors.blocks import KV, BlockView
+
+
+def block_attention(q, k_block, v_block, k_context, v_context, anchors, backend, *view):
+    own, context = KV(k_block, v_block), KV(k_context, v_context)
+    return attention.block_attention(q, own, context, BlockView(anchors, *view), backend)
+
+
+def flex_blocks(q, k_block, v_block, k_context, v_context, *view, attend):
+    own, context = KV(k_block, v_block), KV(k_context, v_context)
+    return attention_flex.flex_blocks(q, own, context, BlockView(*view), attend)
 
 
 def brute_force(q, k_block, v_block, k_context, v_context, anchors):
@@ -104,7 +118,7 @@ def test_tiles_hold_what_is_seen_and_little_else(N, K, L, anchors, packed):
     anchors = torch.tensor([anchors, anchors[::-1]])
     starts = (anchors - 70).clamp(min=0) if packed else None
     context = max(2, -(-L // TILE)) * TILE
-    mask = tile_mask(anchors, starts, K, context)
+    mask = tile_mask(BlockView(anchors, starts), K, context)
     queries, keys = mask.seq_lengths
     at = [torch.arange(n).view(shape) for n, shape in
           ((2, (-1, 1, 1)), (queries, (1, -1, 1)), (keys, (1, 1, -1)))]  # fmt: skip
@@ -181,12 +195,19 @@ def test_flex_on_a_gpu_equals_the_dense_mask_forward_and_backward(N, K, L, ancho
         torch.testing.assert_close(one, other, **tolerance)
 
 
-def test_a_kernel_that_does_not_fit_is_said_once_and_replaced(monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("out of resource: shared memory"),
+        FailOnRecompileLimitHit("Hard failure due to fullgraph=True"),
+    ],
+)
+def test_a_kernel_that_does_not_fit_is_said_once_and_replaced(monkeypatch, error):
     def unfit(*arguments):
-        raise RuntimeError("out of resource: shared memory")
+        raise error
 
     monkeypatch.setattr("dflow_lightning.tensors.attention.flex_blocks", unfit)
-    monkeypatch.setattr("dflow_lightning.tensors.attention._flex_works", True)
+    monkeypatch.setattr(attention, "FLEX", attention.FlexAttention())
     anchors = torch.tensor([[3, 7, 11], [1, 1, 5]])
     inputs = tensors()
     with pytest.warns(UserWarning, match="attention goes on with a dense mask"):
@@ -195,6 +216,42 @@ def test_a_kernel_that_does_not_fit_is_said_once_and_replaced(monkeypatch):
     wanted = block_attention(*inputs, anchors, "dense")
     assert torch.equal(first, wanted)
     assert torch.equal(again, wanted)
+
+
+def test_a_refused_variant_leaves_the_others(monkeypatch):
+    """What does not compile for one head size may do for another."""
+    asked = []
+
+    def unfit(q, *arguments):
+        asked.append(q.shape)
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr("dflow_lightning.tensors.attention.flex_blocks", unfit)
+    monkeypatch.setattr(attention, "FLEX", attention.FlexAttention())
+    for K in (4, 4, 5):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            block_attention(*tensors(K=K), torch.ones(2, 3, dtype=torch.long), "flex")
+    assert [shape[3] for shape in asked] == [4, 5]
+
+
+def test_more_variants_than_the_compiler_recompiles():
+    """Ten shapes in one process; one function for all of them would end at the ninth."""
+    torch._dynamo.reset()
+    attention_flex.compiled_attention.cache_clear()
+    compiles = CompileCounter()
+    own_compile = torch.compile
+    anchors = torch.tensor([[3, 7, 11], [1, 1, 5]])
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch, "compile", lambda f, **k: own_compile(f, backend=compiles, **k))
+        for E in range(16, 16 + 8 * 10, 8):
+            inputs = [torch.nn.functional.pad(t, (0, E - 16)) for t in tensors()]
+            got = flex_blocks(*inputs, anchors, attend=None)
+            torch.testing.assert_close(
+                got, block_attention(*inputs, anchors, "dense"), atol=1e-5, rtol=1e-5
+            )
+    attention_flex.compiled_attention.cache_clear()
+    assert compiles.frame_count == 10
 
 
 @pytest.mark.parametrize(
@@ -214,13 +271,13 @@ def test_other_errors_of_the_kernel_are_not_hidden(monkeypatch, error):
 
 def test_what_auto_stands_for():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert choose("auto", 5, cpu, torch.float32) == "split"
-    assert choose("auto", 5, cpu, torch.float64) == "dense"
-    assert choose("auto", 5, gpu, torch.bfloat16) == "flex"
-    assert {choose("auto", 1, device, torch.float32) for device in (cpu, gpu)} == {"dense"}
-    assert choose("flex", 5, cpu, torch.float32) == "flex"
+    assert formulation_for("auto", 5, cpu, torch.float32) == "split"
+    assert formulation_for("auto", 5, cpu, torch.float64) == "dense"
+    assert formulation_for("auto", 5, gpu, torch.bfloat16) == "flex"
+    assert {formulation_for("auto", 1, device, torch.float32) for device in (cpu, gpu)} == {"dense"}
+    assert formulation_for("flex", 5, cpu, torch.float32) == "flex"
     with pytest.raises(InputError, match=r"model\.attention is split, which runs on a CPU"):
-        choose("split", 5, gpu, torch.float32)
+        formulation_for("split", 5, gpu, torch.float32)
 
 
 def test_a_dense_mask_above_a_gibibyte_is_refused():

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_attention import CASES, tensors
+from test_attention import CASES, block_attention, flex_blocks, tensors
 from test_module import gradients, uneven_batch, wake_relay, with_rounds
 from torch.nn.attention.flex_attention import flex_attention
-from training import make_module, one_text, rollout_of, train
+from training import make_module, one_text, roll_out, train
 
 from dflow_lightning.decode import Engine, Request, SpeculativeDecoder
 from dflow_lightning.decode import rounds as decode_rounds
@@ -20,8 +20,7 @@ from dflow_lightning.formats import integrity
 from dflow_lightning.models.carryover import CarriedRows, side_by_side
 from dflow_lightning.models.dims import DrafterConfig, DrafterDims
 from dflow_lightning.models.drafter import Drafter
-from dflow_lightning.models.relay import RelayConfig, RelayInput, align
-from dflow_lightning.tensors.attention import block_attention
+from dflow_lightning.models.relay import ProjectedRows, RelayConfig, align
 from dflow_lightning.tensors.blocks import Anchors
 from dflow_lightning.tensors.loss import LossWindow
 from dflow_lightning.training.module import DrafterModule, TargetConfig
@@ -84,7 +83,7 @@ def test_attention_equals_one_query_at_a_time(backend, anchors):
     torch.manual_seed(3)
     anchors = torch.tensor(anchors)
     inputs, carried = with_carried(3, 4, 11, group=2)
-    out = block_attention(*inputs, anchors, backend, carried_BNJ=carried)
+    out = block_attention(*inputs, anchors, backend, None, carried)
     reference = one_query_at_a_time(*[t.double() for t in inputs], anchors, carried)
     torch.testing.assert_close(out, reference.float(), atol=1e-5, rtol=1e-5)
     gradient = torch.randn_like(out)
@@ -101,7 +100,8 @@ def test_attention_equals_one_query_at_a_time(backend, anchors):
 @pytest.mark.parametrize("packed", [False, True])
 def test_flex_equals_the_dense_mask(N, K, L, anchors, packed):
     """The kernel's own interpreter, and its tiles: what is not listed is not computed."""
-    from dflow_lightning.tensors.attention_flex import TILE, flex_blocks, tile_mask
+    from dflow_lightning.tensors.attention_flex import TILE, tile_mask
+    from dflow_lightning.tensors.blocks import BlockView
 
     torch.manual_seed(4)
     anchors = torch.tensor([anchors, anchors[::-1]])
@@ -110,7 +110,7 @@ def test_flex_equals_the_dense_mask(N, K, L, anchors, packed):
     wanted = block_attention(*inputs, anchors, "dense", starts, carried)
     got = flex_blocks(*inputs, anchors, starts, carried, attend=flex_attention)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
-    mask = tile_mask(anchors, starts, K, max(2, -(-L // TILE)) * TILE, carried)
+    mask = tile_mask(BlockView(anchors, starts, carried), K, max(2, -(-L // TILE)) * TILE)
     queries, keys = mask.seq_lengths
     at = [torch.arange(n).view(shape) for n, shape in
           ((2, (-1, 1, 1)), (queries, (1, -1, 1)), (keys, (1, 1, -1)))]  # fmt: skip
@@ -135,7 +135,7 @@ def layer_by_layer(drafter: Drafter, x_KD, anchor: int, rows: list[tuple[int, to
     positions = torch.tensor([[at for at, _ in rows]])
     h_1SD = torch.stack([h for _, h in rows]).unsqueeze(0)
     x = x_KD[None, None]
-    rope = drafter.rope(anchor + torch.arange(K)[None, None], x.dtype)
+    rope = drafter.rope(anchor + torch.arange(K)[None, None])
     for layer, context in zip(drafter.layers, drafter.context_kv(h_1SD, positions), strict=True):
         out = block_attention_alone(layer.self_attn, layer.input_layernorm(x), rope, context)
         x = x + out
@@ -173,7 +173,7 @@ def test_blocks_see_the_rejected_rows_where_they_stood(
     h_BSD, verified_BNKD = torch.randn(1, 30, 64), torch.randn(1, 3, K, 64)
     x_BNKD = torch.randn(1, 3, K, 64)
     rows, valid = align(verified_BNKD, accepted_BN, K, first_rejected=first_rejected)
-    carried = drafter.carry(RelayInput(rows, valid, anchors_BN, anchors_BN))
+    carried = drafter.carry(ProjectedRows(rows, valid, anchors_BN, anchors_BN))
     context = drafter.context_kv(h_BSD, torch.arange(30).unsqueeze(0))
     got = drafter(x_BNKD, context, anchors_BN, backend, carried=carried)
     for n in range(3):
@@ -198,7 +198,7 @@ def test_without_rows_the_drafter_is_dflash(tiny_target_dir):
     assert torch.equal(*(m._forward_blocks(s) for m, s in zip((module, plain), alone, strict=True)))
     # Rounds side by side: the mask round's blocks have rows that are not there.
     inputs = with_rounds(module, batch)
-    inputs.rounds[1:] = [r for r in inputs.rounds[1:] if r.relay is not None]
+    inputs.rounds[1:] = [r for r in inputs.rounds[1:] if r.rejected is not None]
     assert len(inputs.rounds) == 3
     N = inputs.rounds[0].anchors.positions_BN.shape[1]
     got = module._forward_blocks(inputs)[:, :N]
@@ -234,7 +234,7 @@ def test_packed_training_forward_equals_cached_decoding(trained):
         inputs.rounds.append(
             Round(Anchors(torch.tensor([[prompt_length]]), torch.tensor([[True]])))
         )
-        rollout_of(module).extend(inputs, 2, 1)
+        roll_out(module, inputs, 2, 1)
         logits = module.target.head(module._forward_blocks(inputs))
         for number, current in enumerate(inputs.rounds):
             if not current.anchors.valid_BN.item():
@@ -246,7 +246,7 @@ def test_packed_training_forward_equals_cached_decoding(trained):
             anchor = state.anchor_R.unsqueeze(1)
             drafted = [
                 module.target.head(module.drafter(x, state.context, anchor, carried=carried))
-                for carried in (module.drafter.carry(state.relay), None)
+                for carried in (module.drafter.carry(state.rejected), None)
             ]
             difference = (drafted[0][0, 0] - logits[0, number]).abs().max()
             assert difference <= 1e-4, (prompt_length, number, difference)
@@ -327,7 +327,7 @@ def test_answers_are_those_of_plain_decoding(trained, temperature, batch_size):
     options = {"max_new_tokens": 30, "temperature": temperature, "stop_token_ids": ()}
     plain = decoder.generate_plain(prompts, **options)
     found = {
-        relay: decoder.generate(prompts, relay=relay, batch_size=batch_size, **options)
+        relay: decoder.generate(prompts, use_rejected=relay, batch_size=batch_size, **options)
         for relay in (True, False)
     }
     for answers in found.values():
@@ -368,8 +368,8 @@ def test_rows_live_one_round(trained, monkeypatch):
     draft, seen = decode_rounds.draft, []
 
     def poisoned(models, state, mode, correction):
-        state.relay.h_BNKD.masked_fill_(~state.relay.valid_BNK.unsqueeze(-1), 1e4)
-        seen.append(int(state.relay.valid_BNK.sum()))
+        state.rejected.h_BNKD.masked_fill_(~state.rejected.valid_BNK.unsqueeze(-1), 1e4)
+        seen.append(int(state.rejected.valid_BNK.sum()))
         return draft(models, state, mode, correction)
 
     monkeypatch.setattr(decode_rounds, "draft", poisoned)
@@ -389,7 +389,7 @@ def test_compiled_rounds_equal_eager_ones_and_never_compile_again(trained):
     ]
     wanted = Engine(models, num_slots=2, max_length=80).run(requests)
     engine = Engine(models, num_slots=2, max_length=80, backend="compiled")
-    engine.warm_up([decode_rounds.Mode()])
+    engine.warm_up([decode_rounds.RoundMode()])
     with torch.compiler.set_stance("fail_on_recompile"):
         got = engine.run(requests)
     assert [c.token_ids for c in got] == [c.token_ids for c in wanted]
@@ -431,9 +431,12 @@ def test_the_flag_has_a_folder_of_its_own(trained, exported):
 
 def test_first_rejected_travels_without_a_relay(tiny_target_dir, tmp_path):
     module = make_module(tiny_target_dir, relay=False, carryover=True)
-    parts = (module.drafter, None, module.target, tmp_path / "out")
-    export_drafter(*parts, first_rejected=False)
-    assert not load_export(tmp_path / "out", module.target).first_rejected
+    module.drafter.carryover.first_rejected = False
+    export_drafter(module.drafter, None, module.target, tmp_path / "out")
+    loaded = load_export(tmp_path / "out", module.target)
+    assert not loaded.drafter.carryover.first_rejected
+    decoder = SpeculativeDecoder.from_export(tmp_path / "out", module.target)
+    assert not decoder.models().first_rejected
 
 
 def edit(path, change) -> None:
@@ -502,7 +505,7 @@ def test_packaged_drafts_equal_eager_ones(trained, tmp_path):
     export_drafter(*parts, tmp_path / "drafter", dtype="float32", compile=True)
     decoder = SpeculativeDecoder.from_export(tmp_path / "drafter", module.target)
     for relay in (True, False):
-        options = {"max_new_tokens": 25, "relay": relay, "stop_token_ids": ()}
+        options = {"max_new_tokens": 25, "use_rejected": relay, "stop_token_ids": ()}
         wanted = decoder.generate(prompts_of(batch), **options)
         got = decoder.generate(prompts_of(batch), backend="package", **options)
         assert [c.accepted for c in got] == [c.accepted for c in wanted]

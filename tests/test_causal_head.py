@@ -8,10 +8,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from test_lossless import chi_square, prompts
 from test_lossless import small_vocabulary as small_vocabulary  # a fixture
-from training import make_module, one_text, rollout_of, train
+from training import make_module, one_text, roll_out, train
 
 from dflow_lightning.decode import Engine, Request, rounds
-from dflow_lightning.decode.engine import MODES
+from dflow_lightning.decode.engine import ROUND_MODES
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.causal_head import (
     CausalHead,
@@ -20,15 +20,14 @@ from dflow_lightning.models.causal_head import (
     corrected_losses,
 )
 from dflow_lightning.models.dims import DrafterConfig, DrafterDims
-from dflow_lightning.models.draft import chained_tokens
-from dflow_lightning.models.drafter import Drafter
+from dflow_lightning.models.drafter import Drafter, chained_tokens
 from dflow_lightning.tensors.acceptance import accept
 from dflow_lightning.tensors.blocks import Anchors, slot_labels
 from dflow_lightning.tensors.loss import LossConfig
 from dflow_lightning.training.base import TargetConfig
 from dflow_lightning.training.module import DrafterModule
-from dflow_lightning.training.rollout import OnlineRollout, Rollout
-from dflow_lightning.training.step_inputs import Round, clean_forward
+from dflow_lightning.training.rollout import OnlineRollout
+from dflow_lightning.training.step_inputs import Rollout, Round, clean_forward
 
 K, J = 4, 3
 
@@ -173,7 +172,7 @@ def test_an_untrained_head_changes_nothing(tiny_target_dir):
     pairs = []
     for module in (domino, dflash):
         inputs = module.begin_step(batch, extra_slots=24)
-        rollout_of(module).extend(inputs, 2, 6)
+        roll_out(module, inputs, 2, 6)
         pairs.append((inputs, module.objective(inputs)[0]))
     (ours, our_loss), (theirs, their_loss) = pairs
     torch.testing.assert_close(our_loss, their_loss, atol=1e-6, rtol=1e-6)
@@ -279,7 +278,7 @@ def test_packed_training_forward_equals_cached_decoding(domino, monkeypatch):
         anchors = Anchors(torch.tensor([[prompt_length]]), torch.tensor([[True]]))
         inputs = clean_forward(module.target, batch, module.drafter.dims.target_layer_ids, K)
         inputs.rounds.append(Round(anchors))
-        rollout_of(module).extend(inputs, 2, 1)
+        roll_out(module, inputs, 2, 1)
         for number, logits in enumerate(training_logits(module, inputs)):
             current = inputs.rounds[number].anchors
             if not current.valid_BN.item():
@@ -332,7 +331,7 @@ def test_rollouts_verify_the_drafts_of_their_mode(domino, mode, monkeypatch):
     monkeypatch.setattr(Rollout, "verify", verify)
     inputs = module.begin_step(batch, extra_slots=6 * K)
     hidden = module._forward_blocks(inputs)[..., 1:, :]
-    rollout_of(module, mode).extend(inputs, 1, 6)
+    roll_out(module, inputs, 1, 6, mode)
     anchors = inputs.rounds[0].anchors
     gold, _ = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
     anchor_ids = batch.input_ids_BS.gather(1, anchors.positions_BN)
@@ -353,7 +352,7 @@ def test_same_tokens_as_the_target_alone(domino, relay, temperature):
     options = {"max_new_tokens": 20, "temperature": temperature}
     plain = decoder.generate_plain(asked, **options)
     alone, batched = (
-        decoder.generate(asked, relay=relay, batch_size=size, **options) for size in (1, 3)
+        decoder.generate(asked, use_rejected=relay, batch_size=size, **options) for size in (1, 3)
     )
     for one, other, third in zip(plain, alone, batched, strict=True):
         assert one.token_ids == other.token_ids == third.token_ids
@@ -375,7 +374,7 @@ def test_a_compiled_round_drafts_what_the_eager_one_does(domino):
     models = module.decoder().models()
     wanted = Engine(models, **arguments).run(requests)
     engine = Engine(models, backend="compiled", **arguments)
-    engine.warm_up(MODES[:2])
+    engine.warm_up(ROUND_MODES[:2])
     with torch.compiler.set_stance("fail_on_recompile"):
         got = engine.run(requests)
     for one, other in zip(got, wanted, strict=True):

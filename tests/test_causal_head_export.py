@@ -104,7 +104,9 @@ def test_the_package_drafts_what_eager_drafting_does(module, tmp_path):
     asked = [[3, 5, 7, 9], [200, 31, 4], [17]]
     for relay in (True, False):
         eager, packaged = (
-            decoder.generate(asked, max_new_tokens=24, batch_size=2, relay=relay, backend=backend)
+            decoder.generate(
+                asked, max_new_tokens=24, batch_size=2, use_rejected=relay, backend=backend
+            )
             for backend in ("eager", "package")
         )
         for one, other in zip(eager, packaged, strict=True):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflow_lightning.decode import Engine, Request
-from dflow_lightning.decode.steps import Steps
+from dflow_lightning.decode.rounds import RoundBackend
 
 PROMPTS = 8
 
@@ -42,7 +42,7 @@ def test_compiled_equals_eager_and_never_compiles_again(half_trained, requests, 
 
 
 def test_every_round_has_a_shape_that_was_warmed_up():
-    steps = Steps("compiled")
+    steps = RoundBackend("compiled")
     shapes = set(steps.shapes(num_slots=6, capacity=700))
     assert shapes == {(rows, length) for rows in (1, 2, 4, 6) for length in (128, 256, 512, 700)}
     for count in range(1, 7):
@@ -54,7 +54,7 @@ def test_every_round_has_a_shape_that_was_warmed_up():
 
 
 def test_eager_rounds_compute_only_what_is_in_use():
-    steps = Steps("eager")
+    steps = RoundBackend("eager")
     assert steps.shapes(6, 700) == []
     assert (steps.rows(3, 6), steps.length(65, 700), steps.length(690, 700)) == (3, 128, 700)
 
@@ -63,7 +63,7 @@ def test_eager_rounds_compute_only_what_is_in_use():
 def test_prompts_are_read_over_no_more_than_they_need(half_trained, monkeypatch, backend):
     """Prompts are read eagerly, whatever rounds are made of."""
     module, _ = half_trained
-    steps = Steps(backend, draft_step=lambda models, state, mode: None)
+    steps = RoundBackend(backend, draft_step=lambda models, state, mode: None)
     engine = Engine(module.decoder().models(), num_slots=2, max_length=200, backend=steps)
     lengths, read = [], engine._read
     monkeypatch.setattr(engine, "_read", lambda *args: (lengths.append(args[-1]), read(*args))[1])

@@ -29,8 +29,8 @@ from dflow_lightning.data.turns import training_rows
 from dflow_lightning.decode import rounds
 from dflow_lightning.doctor import environment
 from dflow_lightning.doctor.command import examine
-from dflow_lightning.models import drafter, target
-from dflow_lightning.training import rollout
+from dflow_lightning.models import drafter, layers, target
+from dflow_lightning.training import step_inputs
 
 if TYPE_CHECKING:
     from launch import Launcher
@@ -177,12 +177,12 @@ def taps_without_a_mask(setup: Setup) -> None:
 
 
 def rope_theta(setup: Setup) -> None:
-    own = drafter.rope_frequencies
+    own = layers.rope_frequencies
 
     def frequencies(dims: Any) -> Any:
         return own(replace(dims, rope_parameters={"rope_type": "default", "rope_theta": 1e4}))
 
-    setup.patch.setattr(drafter, "rope_frequencies", frequencies)
+    setup.patch.setattr(layers, "rope_frequencies", frequencies)
 
 
 def shipped(setup: Setup) -> None:
@@ -398,22 +398,22 @@ def not_finite(setup: Setup) -> None:
 
 
 def shifted_positions(setup: Setup) -> None:
-    own = rollout.BlockLayout.behind.__func__
+    own = step_inputs.BlockLayout.behind.__func__
 
     def behind(cls: Any, *arguments: Any) -> Any:
         layout = own(cls, *arguments)
         return replace(layout, positions_BQ=layout.positions_BQ + 1)
 
-    setup.patch.setattr(rollout.BlockLayout, "behind", classmethod(behind))
+    setup.patch.setattr(step_inputs.BlockLayout, "behind", classmethod(behind))
 
 
 def blocks_that_see_their_anchors_feature(setup: Setup) -> None:
     own = drafter.block_attention
 
-    def attend(*arguments: Any, **named: Any) -> Any:
-        if arguments[6] != "dense":
-            arguments = (*arguments[:5], arguments[5] + 1, *arguments[6:])
-        return own(*arguments, **named)
+    def attend(q: Any, keys: Any, context: Any, view: Any, formulation: str) -> Any:
+        if formulation != "dense":
+            view = replace(view, anchors_BN=view.anchors_BN + 1)
+        return own(q, keys, context, view, formulation)
 
     setup.patch.setattr(drafter, "block_attention", attend)
 

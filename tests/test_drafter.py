@@ -151,13 +151,15 @@ def test_frequencies_stay_float32_whatever_the_module_is_cast_to(tiny_target):
     cast.load_state_dict(reference.state_dict())
     cast.to(torch.bfloat16)
     assert cast.fc.weight.dtype == torch.bfloat16
-    assert cast.inverse_frequencies.dtype == torch.float32
+    assert cast.rotary.inverse_frequencies.dtype == torch.float32
     exact = angles(cast, 30_000)
-    for got, wanted in zip(cast.rope(FAR, torch.float32), (exact.cos(), exact.sin()), strict=True):
+    for got, wanted in zip(
+        cast.rotary(FAR, torch.float32), (exact.cos(), exact.sin()), strict=True
+    ):
         torch.testing.assert_close(got.flatten().double(), wanted, atol=5e-3, rtol=0)
 
     reference.double()
-    reference.inverse_frequencies = angles(reference, 1)[:8]
+    reference.rotary.inverse_frequencies = angles(reference, 1)[:8]
     wanted = tiny_target.head(far_hidden(reference, 30_000).float())
     logits = tiny_target.head(far_hidden(cast, 30_000).float())
     assert (logits - wanted).norm() < 0.03 * wanted.norm()
@@ -167,8 +169,8 @@ def test_frequencies_stay_float32_whatever_the_module_is_cast_to(tiny_target):
 def test_rounded_frequencies_would_be_far_off(tiny_target):
     """What the float32 frequencies are for."""
     drafter = build(tiny_target)
-    drafter.inverse_frequencies = drafter.inverse_frequencies.bfloat16().float()
-    error = drafter.rope(FAR, torch.float32)[0].flatten() - angles(drafter, 30_000).cos()
+    drafter.rotary.inverse_frequencies = drafter.rotary.inverse_frequencies.bfloat16().float()
+    error = drafter.rotary(FAR, torch.float32)[0].flatten() - angles(drafter, 30_000).cos()
     assert error.abs().max() > 0.5
 
 

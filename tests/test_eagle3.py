@@ -14,7 +14,7 @@ from training import make_module, one_text
 from dflow_lightning.commandline.recipe import Recipe
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.decode import Engine, Request, SpeculativeDecoder, rounds
-from dflow_lightning.decode.rounds import Mode
+from dflow_lightning.decode.rounds import RoundMode
 from dflow_lightning.errors import InputError
 from dflow_lightning.export.write import export_drafter
 from dflow_lightning.formats.drafter_folder import load_export
@@ -74,8 +74,8 @@ def test_the_training_unroll_gives_the_logits_of_cached_decoding(
         while not any(flight.decoding for _, flight in engine._flights()):
             engine.admit()
             engine.prefill()
-            engine.steps.round(
-                engine.models, engine.state, Mode(), engine.timer
+            engine.backend.round(
+                engine.models, engine.state, RoundMode(), engine.timer
             )  # as neighbours do
         for _ in range(5):
             seen: list[torch.Tensor] = []
@@ -86,7 +86,7 @@ def test_the_training_unroll_gives_the_logits_of_cached_decoding(
 
             monkeypatch.setattr(target, "head", recorded)
             state = engine._in_use([next(engine._flights())])
-            drafts = rounds.draft(engine.models, state, Mode(), None).tokens_RJ
+            drafts = rounds.draft(engine.models, state, RoundMode(), None).tokens_RJ
             monkeypatch.undo()
             anchor = int(state.anchor_R[0])
             ids = state.tokens_RT[0, : anchor + 1].tolist() + drafts[0].tolist()
@@ -121,7 +121,7 @@ def naive_unroll(module, batch, anchor, start=0):
 
     def turned(x, position):
         half = x.shape[-1] // 2
-        angles = position * drafter.inverse_frequencies.double()
+        angles = position * drafter.rotary.inverse_frequencies.double()
         a, b = x[:half], x[half:]
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()])
 
@@ -302,7 +302,7 @@ def test_compiled_equals_eager_and_never_compiles_again(half_trained3):
     models = module.decoder().models()
     wanted = Engine(models, **settings).run(requests)
     engine = Engine(models, **settings, backend="compiled")
-    engine.warm_up(modes=[Mode(), Mode(sampled=True)])
+    engine.warm_up(modes=[RoundMode(), RoundMode(sampled=True)])
     with torch.compiler.set_stance("fail_on_recompile"):
         got = engine.run(requests)
     assert [c.token_ids for c in got] == [c.token_ids for c in wanted]

@@ -61,7 +61,7 @@ def test_shipped_drafters_are_lossless_and_worth_their_relay(target):
     for name, relay in (*without, ("dflow", True), ("domino-dflow", True)):
         decoder = SpeculativeDecoder.from_export(DATA / "tiny-drafters" / name, target)
         plain = plain or decoder.generate_plain(asked, max_new_tokens=128, batch_size=16)
-        fast = decoder.generate(asked, max_new_tokens=128, batch_size=16, relay=relay)
+        fast = decoder.generate(asked, max_new_tokens=128, batch_size=16, use_rejected=relay)
         for prompt, one, other in zip(prompts, fast, plain, strict=True):
             difference = check.compare(
                 prompt.id, prompt.token_ids, one.token_ids, other.token_ids, temperature=0, seed=0

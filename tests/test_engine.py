@@ -87,7 +87,7 @@ def test_random_arrivals_and_cancellations(half_trained, acceptance):
         assert completion.token_ids == wanted[index].token_ids[: len(completion.token_ids)]
         assert completion.finish_reason == "cancelled"
     assert engine._slots == [None] * 8
-    assert engine.state.done_R.all()
+    assert engine.state.idle_R.all()
     now = {name: t.data_ptr() for name, t in vars(engine.state).items() if torch.is_tensor(t)}
     assert now == buffers  # nothing was allocated again
     tensors, resident = live_memory()
@@ -200,13 +200,13 @@ def test_a_marker_in_one_requests_relay_reaches_no_other(half_trained):
         for request in requests:
             engine.submit(request)
         engine.step()
-        assert engine.state.relay.valid_BNK[2].any()
+        assert engine.state.rejected.valid_BNK[2].any()
         if marked is not None:
-            engine.state.relay.h_BNKD[marked] = 100.0
-        state = engine.state.first(4, engine.capacity)
+            engine.state.rejected.h_BNKD[marked] = 100.0
+        state = engine._in_view(4, engine.capacity)
         with torch.no_grad():
             correction = rounds.correct(engine.models, state)
-            return rounds.draft(engine.models, state, rounds.Mode(), correction).tokens_RJ
+            return rounds.draft(engine.models, state, rounds.RoundMode(), correction).tokens_RJ
 
     clean, marked = drafts_of(None), drafts_of(2)
     assert not torch.equal(clean[2], marked[2])
@@ -221,11 +221,11 @@ def test_a_new_request_never_sees_the_relay_of_its_slots_last_one(half_trained):
     first = Request(prompt_ids=text[2:8], max_new_tokens=30, stop_token_ids=())
     number = engine.submit(first)
     engine.step()
-    assert engine.state.relay.valid_BNK.any()
+    assert engine.state.rejected.valid_BNK.any()
     engine.cancel(number)
     engine.submit(first)
     engine.admit()
-    assert not engine.state.relay.valid_BNK.any()
+    assert not engine.state.rejected.valid_BNK.any()
 
 
 def test_noise_belongs_to_the_request():

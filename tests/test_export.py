@@ -84,7 +84,7 @@ def test_reads_back_exactly(exported, tiny_drafter, tiny_relay, tiny_target):
     assert torch.equal(hidden(loaded.drafter), hidden(tiny_drafter))
     for name, tensor in tiny_relay.state_dict().items():
         assert torch.equal(loaded.relay.state_dict()[name], tensor)
-    assert loaded.first_rejected
+    assert loaded.relay.first_rejected
     assert not any(p.requires_grad for p in loaded.drafter.parameters())
 
 
@@ -99,8 +99,9 @@ def test_bfloat16_is_the_rounded_drafter(tmp_path, tiny_drafter, tiny_target):
 
 
 def test_first_rejected_travels(tmp_path, tiny_drafter, tiny_relay, tiny_target):
-    export_drafter(tiny_drafter, tiny_relay, tiny_target, tmp_path / "out", first_rejected=False)
-    assert not load_export(tmp_path / "out", tiny_target).first_rejected
+    tiny_relay.first_rejected = False
+    export_drafter(tiny_drafter, tiny_relay, tiny_target, tmp_path / "out")
+    assert not load_export(tmp_path / "out", tiny_target).relay.first_rejected
 
 
 @pytest.mark.parametrize("terms", ["scale", "shift"])
@@ -418,7 +419,7 @@ def test_export_command(checkpoint, tmp_path, tiny_target, capsys):
     saved = torch.load(checkpoint, weights_only=True)["state_dict"]
     for name, tensor in loaded.drafter.state_dict().items():
         assert torch.equal(tensor, saved[f"drafter.{name}"])
-    assert not loaded.first_rejected
+    assert not loaded.relay.first_rejected
     card = (tmp_path / "out/README.md").read_text()
     assert "    lr: 0.125\nsteps: 12\n```" in card
     assert "run_dir" not in card

@@ -37,7 +37,7 @@ def test_same_tokens_as_the_target_alone(half_trained, relay, temperature, batch
     asked = [batch.input_ids_BS[0, :4].tolist(), batch.input_ids_BS[0, :30].tolist(), *prompts()]
     plain = decoder.generate_plain(asked, max_new_tokens=40, temperature=temperature)
     fast = decoder.generate(
-        asked, max_new_tokens=40, temperature=temperature, relay=relay, batch_size=batch_size
+        asked, max_new_tokens=40, temperature=temperature, use_rejected=relay, batch_size=batch_size
     )
     for one, other in zip(plain, fast, strict=True):
         assert one.token_ids == other.token_ids
@@ -112,19 +112,19 @@ def test_commit_equals_loops():
             tokens_RT=draw(9, 2, 20),
             length_R=draw(8, 2) + 1,
             end_R=draw(6, 2) + 9,
-            done_R=draw(4, 2) == 0,
+            idle_R=draw(4, 2) == 0,
             sampling=None,
             noise_RTC=None,
             stop_ids_RM=torch.tensor([[7, 8], [8, NO_TOKEN]]),
             target_cache=None,
             context=[],
-            relay=None,
+            rejected=None,
         )
         chosen, accepted = draw(9, 2, 4), draw(4, 2)
         wanted_tokens, wanted_length, wanted_done, wanted_gain = [], [], [], []
         for r in range(2):
             tokens = state.tokens_RT[r].tolist()
-            length, done = int(state.length_R[r]), bool(state.done_R[r])
+            length, done = int(state.length_R[r]), bool(state.idle_R[r])
             gain = []
             for token in [] if done else chosen[r, : int(accepted[r]) + 1].tolist():
                 tokens[length] = token
@@ -140,7 +140,7 @@ def test_commit_equals_loops():
         assert rounds.commit(state, chosen, accepted).tolist() == wanted_gain
         assert state.tokens_RT.tolist() == wanted_tokens
         assert state.length_R.tolist() == wanted_length
-        assert state.done_R.tolist() == wanted_done
+        assert state.idle_R.tolist() == wanted_done
 
 
 # ------------------------------------------------------------------ distribution at T = 1

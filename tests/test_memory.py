@@ -133,9 +133,9 @@ def test_drafting_never_holds_more_logits_than_a_chunk(step, monkeypatch):
     whole = with_rounds(module, batch).rounds[1:]
     sizes = []
     head = module.target.head
-    monkeypatch.setattr("dflow_lightning.models.draft.CHUNK_BYTES", 5 * 3 * 320 * 4)  # 5 blocks
+    monkeypatch.setattr("dflow_lightning.models.drafter.CHUNK_BYTES", 5 * 3 * 320 * 4)  # 5 blocks
     monkeypatch.setattr(module.target, "head", lambda part: sizes.append(len(part)) or head(part))
     in_parts = with_rounds(module, batch).rounds[1:]
     assert sizes == [5, 5, 5, 1] * 2  # 4 rows of 4 blocks, twice
     for one, other in zip(whole, in_parts, strict=True):
-        assert torch.equal(one.relay.rejected_BN, other.relay.rejected_BN)
+        assert torch.equal(one.rejected.rejected_BN, other.rejected.rejected_BN)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from targets import random_target
-from training import make_module, rollout_of
+from training import make_module
 
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.errors import InputError
@@ -20,6 +20,7 @@ from dflow_lightning.training.module import CHECKPOINT_KEY, DrafterModule, Targe
 from dflow_lightning.training.optimizer import OptimizerConfig
 from dflow_lightning.training.rollout import OnlineRollout
 from dflow_lightning.training.saved import load_trained, open_checkpoint
+from dflow_lightning.training.step_inputs import RolloutConfig
 
 K = 4
 
@@ -44,10 +45,7 @@ def wake_relay(module: DrafterModule) -> DrafterModule:
 
 
 def with_rounds(module: DrafterModule, batch: Batch, num_rounds: int = 2, num_anchors: int = 4):
-    inputs = module.begin_step(batch, extra_slots=num_anchors * K)
-    if num_rounds:
-        rollout_of(module).extend(inputs, num_rounds, num_anchors)
-    return inputs
+    return module.step_inputs(batch, RolloutConfig(num_rounds=num_rounds, num_anchors=num_anchors))
 
 
 def gradients(module: DrafterModule) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.decode.package import FOLDER, MANIFEST
+from dflow_lightning.decode.package import PACKAGE_FOLDER, PACKAGE_MANIFEST
 from dflow_lightning.errors import InputError
 from dflow_lightning.export.write import export_drafter
 from dflow_lightning.models.relay import Relay
@@ -35,7 +35,7 @@ def test_packaged_drafts_equal_eager_ones(half_trained, export, relay, batch_siz
     prompts = [text[i : 2 * i + 4] for i in range(7)]
     for temperature in (0.0, 1.0):
         options = {
-            "max_new_tokens": 25, "relay": relay, "batch_size": batch_size,
+            "max_new_tokens": 25, "use_rejected": relay, "batch_size": batch_size,
             "temperature": temperature, "stop_token_ids": (),
         }  # fmt: skip
         wanted = decoder.generate(prompts, **options)
@@ -87,7 +87,7 @@ def test_works_where_the_training_stack_is_missing(export, tiny_target_dir):
 )
 def test_a_package_of_elsewhere_is_refused(half_trained, export, name, value):
     module, _ = half_trained
-    path = export / FOLDER / MANIFEST
+    path = export / PACKAGE_FOLDER / PACKAGE_MANIFEST
     before = path.read_text()
     path.write_text(json.dumps(json.loads(before) | {name: value}))
     decoder = SpeculativeDecoder.from_export(export, module.target)

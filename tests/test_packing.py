@@ -8,8 +8,7 @@ from training import make_module
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.tensors.attention import context_visible
 from dflow_lightning.tensors.blocks import Documents, draw_anchors, next_anchors, slot_labels
-from dflow_lightning.training.rollout import BlockLayout, Rollout
-from dflow_lightning.training.step_inputs import clean_forward
+from dflow_lightning.training.step_inputs import BlockLayout, Rollout, RolloutConfig, clean_forward
 
 ROUNDS, K = 2, 4
 ROWS = [[19, 8, 30], [23, 31], [9, 5, 17, 11]]  # lengths of the documents of each packed row
@@ -80,12 +79,12 @@ def rounds_of(module, batch: Batch, *, mode="online", reference="data"):
     """A step's inputs with all possible anchors, rolled out."""
     module.num_anchors, kept = WIDTH, module.num_anchors
     try:
-        inputs = module.begin_step(batch, extra_slots=WIDTH * K, up_to_head=reference == "target")
+        return module.step_inputs(
+            batch,
+            RolloutConfig(num_rounds=ROUNDS, num_anchors=WIDTH, mode=mode, reference=reference),
+        )
     finally:
         module.num_anchors = kept
-    rollout = Rollout(module.target, module.drafter, module.relay, True, mode, reference)
-    rollout.extend(inputs, ROUNDS, WIDTH)
-    return inputs
 
 
 # ---------------------------------------------------------------- the same losses
@@ -147,7 +146,7 @@ def test_clean_features_of_a_document_end_with_it(both):
             for j in range(K):
                 wanted = min(int(positions[b, n, j]), int(last[b, n, 0]))
                 assert torch.equal(rows[b, n, j], inputs.taps_BSC[b, wanted])
-        assert current.relay is not None
+        assert current.rejected is not None
 
 
 # ---------------------------------------------------------------- nothing crosses

@@ -19,15 +19,14 @@ from dflow_lightning.data.template import EncodedRow
 from dflow_lightning.data.token_rows import TokenRows
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.drafter import Drafter
-from dflow_lightning.models.relay import Relay, RelayInput
+from dflow_lightning.models.relay import ProjectedRows, Relay
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.plan.command import answers, hours, make_plan, parse, sharding_of, steps
-from dflow_lightning.plan.measure import build, measured, training_step
+from dflow_lightning.plan.measure import build, measured_lines, training_step
 from dflow_lightning.plan.memory import ZERO_BUCKETS, Plan
 from dflow_lightning.plan.work import Work
 from dflow_lightning.tensors.blocks import Anchors
-from dflow_lightning.training.rollout import Rollout
-from dflow_lightning.training.step_inputs import Round, clean_forward
+from dflow_lightning.training.step_inputs import Rollout, RolloutConfig, Round, clean_forward
 
 if TYPE_CHECKING:
     from launch import Launcher
@@ -140,9 +139,10 @@ def test_features_and_cache_are_what_a_rollout_holds(small: tuple[Plan, FrozenTa
     anchors = torch.arange(6).expand(2, -1)
     inputs.rounds.append(Round(Anchors(anchors, torch.ones_like(anchors, dtype=torch.bool))))
     drafter, relay = Drafter(dims), Relay(dims.hidden_size, 2 * dims.hidden_size)
-    Rollout(target, drafter, relay, True, "online", "data").extend(inputs, 2, 3)
+    config = RolloutConfig(num_rounds=2, num_anchors=3)
+    Rollout(target=target, drafter=drafter, relay=relay, config=config).extend(inputs)
 
-    taps = [inputs.taps_BSC, *(r.relay.taps_BNKC for r in inputs.rounds if r.relay)]
+    taps = [inputs.taps_BSC, *(r.rejected.taps_BNKC for r in inputs.rounds if r.rejected)]
     assert plan.features() == sum(t.nbytes for t in taps)
     held = [t for layer in inputs.cache.layers if layer.is_initialized
             for t in (layer.keys, layer.values)]  # fmt: skip
@@ -194,7 +194,7 @@ def test_activations_are_near_what_autograd_saves(
 
     taps, x = torch.randn(2, 64, 2 * 256), torch.randn(2, 12, 16, 256, requires_grad=True)
     positions = torch.arange(64).expand(2, -1)
-    rows = RelayInput(
+    rows = ProjectedRows(
         torch.randn(2, 12, 16, 256), torch.ones(2, 12, 16, dtype=torch.bool),
         torch.zeros(2, 12, dtype=torch.long), torch.zeros(2, 12, dtype=torch.long),
     )  # fmt: skip
@@ -391,7 +391,7 @@ def test_work_is_what_a_counter_counts(small: tuple[Plan, FrozenTarget]) -> None
 
 
 def test_measure_prints_predicted_beside_measured(small: tuple[Plan, FrozenTarget]) -> None:
-    lines = measured(small[0])
+    lines = measured_lines(small[0])
     assert lines[0].split()[-2:] == ["predicted", "measured"]
     assert [line.split(",")[0].strip() for line in lines[1:3]] == [
         "target and drafter weights", "peak of a step",

@@ -98,7 +98,7 @@ def test_small_updates_survive():
 
 
 def test_frequencies_stay_float32_through_every_cast(tiny_drafter):
-    exact = tiny_drafter.inverse_frequencies.clone()
+    exact = tiny_drafter.rotary.inverse_frequencies.clone()
     state = tiny_drafter.state_dict()
     casts = {
         "bfloat16": lambda m: m.bfloat16(), "half": lambda m: m.half(), "to": lambda m: m.to(BF16),
@@ -108,10 +108,10 @@ def test_frequencies_stay_float32_through_every_cast(tiny_drafter):
     for name, cast in casts.items():
         drafter = cast(copy.deepcopy(tiny_drafter))
         drafter.load_state_dict(state)
-        assert drafter.inverse_frequencies.dtype == torch.float32, name
-        assert torch.equal(drafter.inverse_frequencies, exact), name
+        assert drafter.rotary.inverse_frequencies.dtype == torch.float32, name
+        assert torch.equal(drafter.rotary.inverse_frequencies, exact), name
     assert not any("frequencies" in name for name in state)
     with torch.autocast("cpu", BF16):
-        cos, _ = tiny_drafter.rope(torch.tensor([[30_000]]), torch.float32)
+        cos, _ = tiny_drafter.rotary(torch.tensor([[30_000]]), torch.float32)
     torch.testing.assert_close(cos.flatten()[:8], (30_000 * exact.double()).cos().float(),
                                atol=5e-3, rtol=0)  # fmt: skip

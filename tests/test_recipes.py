@@ -127,7 +127,7 @@ def test_the_warm_recipe_begins_as_good_as_the_drafter_it_begins_with(
     expected = published.generate(prompts, max_new_tokens=32)
     assert any(sum(one.accepted) for one in expected)
     for relay in (True, False):
-        decoded = begun.generate(prompts, max_new_tokens=32, relay=relay)
+        decoded = begun.generate(prompts, max_new_tokens=32, use_rejected=relay)
         for one, other in zip(decoded, expected, strict=True):
             assert (one.token_ids, one.accepted) == (other.token_ids, other.accepted)
 

@@ -8,46 +8,34 @@ import torch
 from dflow_lightning.models.relay import Relay, align, relay_rows
 
 
-def slots_by_position(start, block_size, accepted, *, first_rejected, layout):
+def slots_by_position(start, block_size, accepted, *, first_rejected):
     """Which verify row each slot of the next block gets, by loops over absolute positions."""
-    rows = block_size if layout == "anchor_first" else block_size + 1
     boundary = start + accepted + 1  # where the bonus token goes: slot 0 of the next block
     row_that_predicts = {}
-    for row in range(rows):
+    for row in range(block_size):
         position = start + row
-        if position > boundary or (
-            position == boundary and (first_rejected or layout == "shifted")
-        ):
+        if position > boundary or (position == boundary and first_rejected):
             row_that_predicts[position + 1] = row
     found = {}
     for slot in range(1, block_size):
-        predicted = boundary + slot if layout == "anchor_first" else boundary + slot + 1
+        predicted = boundary + slot
         if predicted in row_that_predicts:
             found[slot] = row_that_predicts[predicted]
     return found
 
 
 @pytest.mark.parametrize("first_rejected", [True, False])
-@pytest.mark.parametrize("layout", ["anchor_first", "shifted"])
-def test_alignment_equals_brute_force(first_rejected, layout):
+def test_alignment_equals_brute_force(first_rejected):
     rng = random.Random(0)
     for trial in range(1000):
         block_size = rng.choice([2, 3, 4, 8, 16])
-        most = block_size - 1 if layout == "anchor_first" else block_size
-        accepted = (0, most)[trial] if trial < 2 else rng.randint(0, most)
+        accepted = (0, block_size - 1)[trial] if trial < 2 else rng.randint(0, block_size - 1)
         start = rng.randint(0, 10_000)
-        rows = block_size if layout == "anchor_first" else block_size + 1
-        features = torch.arange(rows, dtype=torch.float32).unsqueeze(-1) + start
+        features = torch.arange(block_size, dtype=torch.float32).unsqueeze(-1) + start
         moved, valid = align(
-            features,
-            torch.tensor(accepted),
-            block_size,
-            first_rejected=first_rejected,
-            layout=layout,
+            features, torch.tensor(accepted), block_size, first_rejected=first_rejected
         )
-        wanted = slots_by_position(
-            start, block_size, accepted, first_rejected=first_rejected, layout=layout
-        )
+        wanted = slots_by_position(start, block_size, accepted, first_rejected=first_rejected)
         got = {slot: int(moved[slot, 0]) - start for slot in range(block_size) if valid[slot]}
         assert got == wanted, (block_size, accepted, start)
 

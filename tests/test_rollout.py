@@ -11,8 +11,8 @@ from training import make_module
 
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.tensors.acceptance import accept
-from dflow_lightning.training.rollout import OnlineRollout, Rollout
-from dflow_lightning.training.step_inputs import StepInputs, clean_forward
+from dflow_lightning.training.rollout import OnlineRollout
+from dflow_lightning.training.step_inputs import RolloutConfig, StepInputs, clean_forward
 
 ROUNDS, K = 2, 4
 
@@ -110,10 +110,13 @@ def step(half_trained):
 def rolled(module, batch, *, mode="online", reference="data", first_rejected=True, num_anchors=14):
     """The rounds that the product makes."""
     module.num_anchors, kept = 20, module.num_anchors
-    inputs = module.begin_step(batch, extra_slots=num_anchors * K, up_to_head=reference == "target")
+    config = RolloutConfig(
+        num_rounds=ROUNDS, num_anchors=num_anchors, mode=mode, reference=reference
+    )
+    if module.relay is not None:
+        module.relay.first_rejected = first_rejected
+    inputs = module.step_inputs(batch, config)
     module.num_anchors = kept
-    rollout = Rollout(module.target, module.drafter, module.relay, first_rejected, mode, reference)
-    rollout.extend(inputs, ROUNDS, num_anchors)
     assert len(inputs.rounds) == ROUNDS + 1
     return inputs
 
@@ -122,17 +125,17 @@ def compare_block(now, b: int, n: int, block: Block | None) -> None:
     """One block of a round with the simulated one."""
     assert bool(now.anchors.valid_BN[b, n]) == (block is not None)
     slots = [] if block is None else [j for j in range(K) if block.anchor + j in block.rows]
-    if now.relay is not None:
-        assert now.relay.valid_BNK[b, n].nonzero().flatten().tolist() == slots
+    if now.rejected is not None:
+        assert now.rejected.valid_BNK[b, n].nonzero().flatten().tolist() == slots
     if block is None:
         return
     assert int(now.anchors.positions_BN[b, n]) == block.anchor
-    if now.relay is not None:
-        assert int(now.relay.bonus_BN[b, n]) == block.bonus
-        assert int(now.relay.rejected_BN[b, n]) == block.rejected
+    if now.rejected is not None:
+        assert int(now.rejected.bonus_BN[b, n]) == block.bonus
+        assert int(now.rejected.rejected_BN[b, n]) == block.rejected
         for j in slots:
             torch.testing.assert_close(
-                now.relay.taps_BNKC[b, n, j], block.rows[block.anchor + j], atol=1e-4, rtol=1e-4
+                now.rejected.taps_BNKC[b, n, j], block.rows[block.anchor + j], atol=1e-4, rtol=1e-4
             )
 
 
@@ -171,7 +174,7 @@ def test_equals_loops(step, mode, reference, first_rejected):
                     if block is not None and mode == "off":
                         block.rows = {}
                     seen["relayed rounds"] += number == 2 and block is not None
-                assert (inputs.rounds[number].relay is None) == (mode == "off")
+                assert (inputs.rounds[number].rejected is None) == (mode == "off")
                 compare_block(inputs.rounds[number], b, n, block)
     assert seen["accepted"] == {0, 1, 2, 3}, seen
     assert min(seen["all accepted"], seen["text ended"], seen["relayed rounds"]) >= 3, seen
@@ -183,10 +186,10 @@ def test_clean_features_never_see_the_branch_and_online_does(step):
     online, clean = (rolled(module, batch, mode=mode) for mode in ("online", "clean_features"))
     first, other = online.rounds[1], clean.rounds[1]
     assert torch.equal(first.anchors.positions_BN, other.anchors.positions_BN)
-    assert torch.equal(first.relay.valid_BNK, other.relay.valid_BNK)
-    assert torch.equal(first.relay.rejected_BN, other.relay.rejected_BN)
-    valid = first.relay.valid_BNK
-    difference = (first.relay.taps_BNKC - other.relay.taps_BNKC)[valid].abs().amax(-1)
+    assert torch.equal(first.rejected.valid_BNK, other.rejected.valid_BNK)
+    assert torch.equal(first.rejected.rejected_BN, other.rejected.rejected_BN)
+    valid = first.rejected.valid_BNK
+    difference = (first.rejected.taps_BNKC - other.rejected.taps_BNKC)[valid].abs().amax(-1)
     assert (difference > 1e-4).all()  # every relayed row stands on a rejected token
 
 
@@ -196,7 +199,7 @@ def test_teacher_forced_equals_online_without_a_causal_head(step):
     online, forced = (rolled(module, batch, mode=mode) for mode in ("online", "teacher_forced"))
     for one, other in zip(online.rounds[1:], forced.rounds[1:], strict=True):
         assert torch.equal(one.anchors.positions_BN, other.anchors.positions_BN)
-        assert torch.equal(one.relay.taps_BNKC, other.relay.taps_BNKC)
+        assert torch.equal(one.rejected.taps_BNKC, other.rejected.taps_BNKC)
 
 
 @torch.no_grad()
@@ -206,7 +209,7 @@ def test_without_a_relay_rounds_go_on_and_nothing_is_relayed(step, tiny_target_d
     module.drafter.load_state_dict(trained.drafter.state_dict())
     module.seed = trained.seed
     rounds = rolled(module, batch).rounds
-    assert all(r.relay is None for r in rounds)
+    assert all(r.rejected is None for r in rounds)
     with_relay = rolled(trained, batch).rounds  # round 1 starts from drafts without relay
     assert torch.equal(rounds[1].anchors.positions_BN, with_relay[1].anchors.positions_BN)
     assert not torch.equal(rounds[2].anchors.valid_BN, torch.zeros_like(rounds[2].anchors.valid_BN))
@@ -219,8 +222,9 @@ def shapes(inputs: StepInputs) -> list:
     tensors = []
     for r in inputs.rounds:
         tensors += [r.anchors.positions_BN, r.anchors.valid_BN]
-        if r.relay is not None:
-            tensors += [r.relay.taps_BNKC, r.relay.valid_BNK, r.relay.bonus_BN, r.relay.rejected_BN]
+        if r.rejected is not None:
+            rows = r.rejected
+            tensors += [rows.taps_BNKC, rows.valid_BNK, rows.bonus_BN, rows.rejected_BN]
     return [(t.shape, t.dtype) for t in tensors]
 
 
@@ -238,7 +242,7 @@ def test_shapes_do_not_depend_on_the_data(step, monkeypatch):
         def fixed(drafts, chosen, always=always):
             return torch.full_like(accept(drafts, chosen), always)
 
-        monkeypatch.setattr("dflow_lightning.training.rollout.accept", fixed)
+        monkeypatch.setattr("dflow_lightning.training.step_inputs.accept", fixed)
         inputs = rolled(module, batch)
         assert shapes(inputs) == usual
         assert inputs.rounds[1].anchors.valid_BN.any() == (always == 0)
@@ -271,9 +275,9 @@ def test_the_callback_prepares_the_step_and_leaves_the_global_generators_alone(s
     assert not prepared.taps_BSC.requires_grad
     by_hand = rolled(module, batch, reference=reference, num_anchors=4)
     for one, other in zip(prepared.rounds[1:], by_hand.rounds[1:], strict=True):
-        assert not one.relay.taps_BNKC.requires_grad
+        assert not one.rejected.taps_BNKC.requires_grad
         assert torch.equal(one.anchors.positions_BN, other.anchors.positions_BN)
-        assert torch.equal(one.relay.valid_BNK, other.relay.valid_BNK)
+        assert torch.equal(one.rejected.valid_BNK, other.rejected.valid_BNK)
 
 
 def test_no_rounds_leave_the_step_to_the_module(step):
@@ -293,8 +297,6 @@ def test_a_rollout_leaves_the_clean_features_as_they_are(step):
     assert torch.equal(inputs.taps_BSC, alone.taps_BSC)
     first = inputs.rounds[1:]
     del inputs.rounds[1:]
-    Rollout(module.target, module.drafter, module.relay, True, "online", "data").extend(
-        inputs, ROUNDS, 14
-    )
+    module.rollout(RolloutConfig(num_rounds=ROUNDS, num_anchors=14)).extend(inputs)
     for one, other in zip(first, inputs.rounds[1:], strict=True):
-        assert torch.equal(one.relay.taps_BNKC, other.relay.taps_BNKC)
+        assert torch.equal(one.rejected.taps_BNKC, other.rejected.taps_BNKC)

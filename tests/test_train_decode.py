@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from training import make_module, one_text, rollout_of, train
+from training import make_module, one_text, roll_out, train
 
 from dflow_lightning.decode import Engine, Request
 from dflow_lightning.decode.rounds import correct
-from dflow_lightning.models.draft import embed_blocks
+from dflow_lightning.models.drafter import embed_blocks
 from dflow_lightning.tensors.blocks import Anchors
-from dflow_lightning.training.step_inputs import Round, StepInputs, clean_forward
+from dflow_lightning.training.step_inputs import RolloutConfig, Round, StepInputs, clean_forward
 
 
 def packed_logits(module, inputs: StepInputs):
@@ -46,7 +46,7 @@ def test_packed_training_forward_equals_cached_decoding(half_trained):
         anchors = Anchors(torch.tensor([[prompt_length]]), torch.tensor([[True]]))
         inputs = clean_forward(module.target, batch, module.drafter.dims.target_layer_ids, 4)
         inputs.rounds.append(Round(anchors))
-        rollout_of(module).extend(inputs, 2, 1)
+        roll_out(module, inputs, 2, 1)
         for number, logits in enumerate(packed_logits(module, inputs)):
             current = inputs.rounds[number].anchors
             if not current.valid_BN.item():
@@ -72,7 +72,7 @@ def test_verify_rows_equal_the_clean_forward_at_the_anchor_and_the_real_branch_a
     drafts = torch.randint(0, 256, (1, 3, 3))
     ids = torch.cat([batch.input_ids_BS[:, anchors[0]].unsqueeze(-1), drafts], dim=-1)
     valid = torch.ones_like(anchors, dtype=torch.bool)
-    taps, _ = rollout_of(module).verify(inputs, ids, Anchors(anchors, valid))
+    taps, _ = module.rollout(RolloutConfig()).verify(inputs, ids, Anchors(anchors, valid))
     torch.testing.assert_close(taps[:, :, 0], inputs.taps_BSC[:, anchors[0]], atol=1e-4, rtol=1e-4)
     for n, anchor in enumerate(anchors[0].tolist()):
         branch = torch.cat([batch.input_ids_BS[0, :anchor], ids[0, n]]).unsqueeze(0)
@@ -131,10 +131,10 @@ def test_the_first_step_of_dflow_is_dflash_bit_for_bit(tiny_target_dir):
     rounds = []
     for module in (flow, flash):
         inputs = module.begin_step(batch, extra_slots=24)
-        rollout_of(module).extend(inputs, 2, 6)
+        roll_out(module, inputs, 2, 6)
         with torch.no_grad():
             rounds.append(packed_logits(module, inputs))
-        assert (inputs.rounds[1].relay is None) == (module is flash)
+        assert (inputs.rounds[1].rejected is None) == (module is flash)
     for one, other in zip(*rounds, strict=True):
         assert torch.equal(one, other)
 

@@ -8,7 +8,7 @@ from dflow_lightning.models.causal_head import CausalHeadConfig
 from dflow_lightning.models.dims import DrafterConfig
 from dflow_lightning.models.relay import RelayConfig
 from dflow_lightning.training.module import DrafterModule, TargetConfig
-from dflow_lightning.training.rollout import Rollout
+from dflow_lightning.training.step_inputs import RolloutConfig, StepInputs
 
 
 def make_module(
@@ -45,10 +45,12 @@ def one_text(module: DrafterModule, prompt: list[int], length: int) -> Batch:
     return Batch(ids, mask, torch.tensor([17]))
 
 
-def rollout_of(module: DrafterModule, mode="online") -> Rollout:
-    """Rollouts of a module against the data's tokens, as the callback makes them."""
-    first_rejected = module.relay_config.first_rejected
-    return Rollout(module.target, module.drafter, module.relay, first_rejected, mode, "data")
+def roll_out(
+    module: DrafterModule, inputs: StepInputs, num_rounds: int, num_anchors: int, mode="online"
+) -> None:
+    """Append rounds against the data's tokens, as the callback makes them."""
+    config = RolloutConfig(num_rounds=num_rounds, num_anchors=num_anchors, mode=mode)
+    module.rollout(config).extend(inputs)
 
 
 def train(
@@ -59,12 +61,8 @@ def train(
     losses = []
     for step in range(steps):
         module.seed = step
-        inputs = module.begin_step(
-            batch, extra_slots=module.num_anchors * module.drafter.dims.block_size
-        )
-        if rounds:
-            rollout_of(module).extend(inputs, rounds, module.num_anchors)
-        loss, _ = module.objective(inputs)
+        rollout = RolloutConfig(num_rounds=rounds, num_anchors=module.num_anchors)
+        loss, _ = module.objective(module.step_inputs(batch, rollout))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

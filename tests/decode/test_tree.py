@@ -8,7 +8,7 @@ from training import make_module
 
 from dflow_lightning.decode import Engine, rounds, tree
 from dflow_lightning.decode.request import Request
-from dflow_lightning.decode.steps import Steps
+from dflow_lightning.decode.rounds import RoundBackend
 from dflow_lightning.errors import InputError
 
 
@@ -57,7 +57,7 @@ def test_a_node_sees_the_committed_tokens_and_its_ancestors():
     generator = torch.Generator().manual_seed(1)
     grown = tree.grow(torch.randn(4, 3, 9, generator=generator), torch.zeros(4).long(), 9)
     anchor_R = torch.tensor([0, 3, 5, 11])
-    seen_RNT = tree.visible(grown, anchor_R, 20)
+    seen_RNT = tree.tree_visible(grown, anchor_R, 20)
     for row, node in itertools.product(range(4), range(9)):
         wanted, above = set(range(int(anchor_R[row]))), node
         while above:
@@ -113,7 +113,7 @@ def test_same_tokens_as_the_target_alone(half_trained, relay, temperature, tree_
     plain = decoder.generate_plain(asked(batch), max_new_tokens=24, temperature=temperature)
     for batch_size in (1, 3):
         fast = decoder.generate(
-            asked(batch), max_new_tokens=24, temperature=temperature, relay=relay,
+            asked(batch), max_new_tokens=24, temperature=temperature, use_rejected=relay,
             batch_size=batch_size, tree_nodes=tree_nodes,
         )  # fmt: skip
         if batch_size == 1:
@@ -154,7 +154,7 @@ def test_a_wider_tree_accepts_more(half_trained):
 
     def num_rounds(tree_nodes):
         completions = decoder.generate(
-            asked(batch)[:2], max_new_tokens=40, tree_nodes=tree_nodes, relay=False
+            asked(batch)[:2], max_new_tokens=40, tree_nodes=tree_nodes, use_rejected=False
         )
         return sum(len(one.accepted) for one in completions)
 
@@ -167,10 +167,10 @@ def test_a_tree_that_is_a_chain_hands_on_what_a_chain_does(half_trained, monkeyp
     decoder = module.decoder()
     grow = tree.grow
 
-    def certain(logits_RJV, anchor_ids_R, num_nodes):
+    def certain(logits_RJV, anchor_ids_R, num_nodes, pairs_2P=None):
         best_RJ1 = logits_RJV.argmax(-1, keepdim=True)
         sure_RJV = torch.full_like(logits_RJV, -1e4).scatter_(-1, best_RJ1, 1e4)
-        return grow(sure_RJV, anchor_ids_R, num_nodes)
+        return grow(sure_RJV, anchor_ids_R, num_nodes, pairs_2P)
 
     monkeypatch.setattr(tree, "grow", certain)
     prompt = batch.input_ids_BS[0, :10].tolist()
@@ -193,12 +193,12 @@ def test_a_tree_that_is_a_chain_hands_on_what_a_chain_does(half_trained, monkeyp
             torch.testing.assert_close(one[:, :, :length], other[:, :, :length])
         torch.testing.assert_close(chain.context[0].keys[:, :, :length],
                                    grown.context[0].keys[:, :, :length])  # fmt: skip
-        assert torch.equal(chain.relay.valid_BNK, grown.relay.valid_BNK)
-        there = chain.relay.valid_BNK
-        torch.testing.assert_close(chain.relay.h_BNKD[there], grown.relay.h_BNKD[there])
+        assert torch.equal(chain.rejected.valid_BNK, grown.rejected.valid_BNK)
+        there = chain.rejected.valid_BNK
+        torch.testing.assert_close(chain.rejected.h_BNKD[there], grown.rejected.h_BNKD[there])
         if there.any():
-            assert torch.equal(chain.relay.rejected_BN, grown.relay.rejected_BN)
-            assert torch.equal(chain.relay.bonus_BN, grown.relay.bonus_BN)
+            assert torch.equal(chain.rejected.rejected_BN, grown.rejected.rejected_BN)
+            assert torch.equal(chain.rejected.bonus_BN, grown.rejected.bonus_BN)
             relayed += 1
     assert relayed > 2
 
@@ -236,20 +236,20 @@ def test_relay_rows_end_where_the_path_ends(half_trained):
     module, _ = half_trained
     models = module.decoder().models()
     state = rounds.DecodeState.empty(models, 3, 40, 1, rejection=False)
-    state.done_R.fill_(False)
+    state.idle_R.fill_(False)
     size = models.block_size
     h_RKD = torch.arange(3 * size, dtype=torch.float32).view(3, size, 1)
     h_RKD = h_RKD.expand(-1, -1, models.drafter.dims.hidden_size)
-    verified = rounds.Verified(
+    verified = rounds.VerifiedBlock(
         torch.zeros(3, size).long(), torch.tensor([0, 1, 1]), h_RKD, torch.ones(3, size - 1).long(),
         torch.tensor([size, 2, 3]),
     )  # fmt: skip
-    rounds.keep_relay(models, state, verified, h_RKD)
-    there = state.relay.valid_BNK[:, 0].tolist()
+    rounds.keep_rejected(models, state, verified, h_RKD)
+    there = state.rejected.valid_BNK[:, 0].tolist()
     assert there[0] == [False] + [True] * (size - 1)
     assert there[1] == [False] * size  # the accepted node is a leaf
     assert there[2] == [False, True] + [False] * (size - 2)
-    assert float(state.relay.h_BNKD[2, 0, 1, 0]) == 2 * size + 2
+    assert float(state.rejected.h_BNKD[2, 0, 1, 0]) == 2 * size + 2
 
 
 @pytest.mark.parametrize(
@@ -275,4 +275,10 @@ def test_models_without_independent_slots_are_refused(half_trained, tiny_target_
         with pytest.raises(InputError, match="DFlash or DFlow drafter without a causal head"):
             Engine(models, num_slots=1, max_length=20, tree_nodes=8)
     with pytest.raises(InputError, match="backend is made elsewhere"):
-        Engine(decoder.models(), num_slots=1, max_length=20, tree_nodes=8, backend=Steps("eager"))
+        Engine(
+            decoder.models(),
+            num_slots=1,
+            max_length=20,
+            tree_nodes=8,
+            backend=RoundBackend("eager"),
+        )

@@ -22,7 +22,7 @@ from dflow_lightning.models.dims import DrafterConfig
 from dflow_lightning.models.relay import RelayConfig
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.training.module import DrafterModule, TargetConfig
-from dflow_lightning.training.rollout import Rollout
+from dflow_lightning.training.step_inputs import RolloutConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 2
@@ -92,11 +92,8 @@ def step(module, batch: Batch, anchors: int, rolled: int, autocast: bool):
     module.zero_grad(set_to_none=True)
     device = batch.input_ids_BS.device.type
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
-        inputs = module.begin_step(batch, extra_slots=rolled * 16)
-        if rolled:
-            relay, first = module.relay, module.relay_config.first_rejected
-            rollout = Rollout(module.target, module.drafter, relay, first, "online", "data")
-            rollout.extend(inputs, ROUNDS, rolled)
+        config = RolloutConfig(num_rounds=ROUNDS, num_anchors=rolled) if rolled else None
+        inputs = module.step_inputs(batch, config)
         loss, _ = module.objective(inputs)
     loss.backward()
     return loss.detach()

@@ -76,7 +76,7 @@ class Case:
 
     def decode(self, folder: Path, *, relay: bool) -> list[Completion]:
         decoder = SpeculativeDecoder.from_export(folder, self.target)
-        return decoder.generate(self.prompts, max_new_tokens=self.limit, relay=relay)
+        return decoder.generate(self.prompts, max_new_tokens=self.limit, use_rejected=relay)
 
     @cached_property
     def ours(self) -> list[Completion]:

@@ -31,7 +31,7 @@ def make_drafter(folder: Path):
     torch.manual_seed(0)
 
     class Drafter:
-        relay, first_rejected = found.relay, found.first_rejected
+        relay = found.relay
         prepare_correction = RelayDFlashForCausalLM.prepare_correction
         model = SimpleNamespace(
             correction_QD=torch.full((REQUESTS * K, D), float("nan")),

@@ -75,9 +75,7 @@ def run(rows: list[int], rejected: list[int], features_TD: torch.Tensor, **chang
     )
     verified = VerifiedBatch(**vars(verified) | changes)
     with torch.no_grad():
-        return correction(
-            make_relay(), verified, K, first_rejected=True, norm=torch.tanh, embed=embedding
-        )
+        return correction(make_relay(), verified, K, norm=torch.tanh, embed=embedding)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -137,7 +135,7 @@ def test_shapes_are_static_and_nothing_waits_for_the_device() -> None:
             features=lambda index: torch.zeros(20, D)[index],
         )
         found = correction(
-            relay, verified, K, first_rejected=True, norm=torch.tanh,
+            relay, verified, K, norm=torch.tanh,
             embed=lambda ids: torch.zeros(*ids.shape, D),
         )  # fmt: skip
     assert tuple(found.shape) == (3, K, D)

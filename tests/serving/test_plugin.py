@@ -104,7 +104,7 @@ for name in {blocked}: sys.modules[name] = None
 import dflow_lightning.serving.vllm.hooks, dflow_lightning.serving.vllm.preflight
 from dflow_lightning.serving.vllm.folder import local_folder, read_folder
 from pathlib import Path
-assert read_folder(Path({str(DFLOW)!r})).first_rejected
+assert read_folder(Path({str(DFLOW)!r})).relay.first_rejected
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -21,8 +21,8 @@ from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
-from dflow_lightning.decode.steps import Backend
-from dflow_lightning.decode.tree import check_settings as check_tree_settings
+from dflow_lightning.decode.rounds import Backend
+from dflow_lightning.decode.tree import check_tree_settings as check_tree_settings
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.device import Dtype, choose_device
 from dflow_lightning.models.target import FrozenTarget

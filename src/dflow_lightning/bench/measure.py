@@ -23,8 +23,7 @@ from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.equality import Difference, EqualityCheck
-from dflow_lightning.decode.rounds import Mode
-from dflow_lightning.decode.steps import Backend
+from dflow_lightning.decode.rounds import Backend, RoundMode
 from dflow_lightning.errors import InputError
 from dflow_lightning.stopwatch import RoundTimer
 from dflow_lightning.tensors.metrics import acceptance_summary
@@ -144,7 +143,7 @@ def drafter_arms(decoders: Mapping[str, SpeculativeDecoder], settings: BenchSett
         "tree_nodes": settings.tree_nodes,
     }  # fmt: skip
     return [
-        Arm(name, decoder, relay, common | {"relay": relay == "on"})
+        Arm(name, decoder, relay, common | {"use_rejected": relay == "on"})
         for name, decoder in decoders.items()
         for relay in relay_modes(decoder, settings.relay)
     ]
@@ -170,7 +169,7 @@ def warm_up(
     longest = max(len(prompt.token_ids) for prompt in prompts) + settings.max_new_tokens
     longest = min(longest, target.config.max_position_embeddings)
     brief = min(settings.max_new_tokens, WARM_UP_TOKENS)
-    modes = [Mode(sampled=sampled) for sampled in {t > 0 for t in settings.temperatures}]
+    modes = [RoundMode(sampled=sampled) for sampled in {t > 0 for t in settings.temperatures}]
     for arm in arms:
         engine = arm.decoder.engine(num_slots=concurrency, max_length=longest, **arm.options)
         engine.warm_up(modes)

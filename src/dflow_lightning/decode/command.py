@@ -10,8 +10,8 @@ from dflow_lightning.data.prompts import Prompt, make_prompts
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.decode import Completion, Request, SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
-from dflow_lightning.decode.steps import Backend
-from dflow_lightning.decode.tree import check_settings
+from dflow_lightning.decode.rounds import Backend
+from dflow_lightning.decode.tree import check_tree_settings
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.device import Dtype, choose_device
 from dflow_lightning.models.target import FrozenTarget
@@ -76,7 +76,7 @@ def decode_command(
         raise InputError(
             "backend is package, which drafts; choose eager or compiled for plain decoding"
         )
-    check_settings(tree_nodes, acceptance, backend, speculative=not plain)
+    check_tree_settings(tree_nodes, acceptance, backend, speculative=not plain)
     result_json = JsonOutput(json)
     settings: dict[str, Any] = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
@@ -88,7 +88,7 @@ def decode_command(
     decoder = SpeculativeDecoder.from_export(drafter, frozen)
     relay_used = relay == "on" and decoder.relay is not None and not plain
     options: dict[str, Any] = {
-        "speculative": not plain, "relay": relay_used, "backend": backend,
+        "speculative": not plain, "use_rejected": relay_used, "backend": backend,
         "tree_nodes": tree_nodes,
     }  # fmt: skip
     asked = [Request(prompt_ids=one.token_ids, **settings) for one in requests]

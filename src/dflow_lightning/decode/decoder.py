@@ -8,9 +8,9 @@ from typing import Any
 
 from dflow_lightning.decode.engine import Acceptance, Engine
 from dflow_lightning.decode.request import Answer, Completion, Request, Update
+from dflow_lightning.decode.rounds import Backend, RoundBackend
 from dflow_lightning.decode.state import Models
-from dflow_lightning.decode.steps import Backend, Steps
-from dflow_lightning.decode.tree import check_settings
+from dflow_lightning.decode.tree import check_tree_settings
 from dflow_lightning.errors import InputError
 from dflow_lightning.formats.drafter_folder import load_export
 from dflow_lightning.formats.relay_folder import read_config
@@ -36,16 +36,14 @@ class SpeculativeDecoder:
         drafter: AnyDrafter,
         relay: Relay | None = None,
         *,
-        first_rejected: bool = True,
         folder: Path | None = None,
     ) -> None:
         """
         Args:
-            first_rejected: whether the relay uses the row of the first rejected token.
             folder: the export, where its compiled package is to be used.
         """
         self.target, self.drafter, self.relay = target, drafter, relay
-        self.first_rejected, self.folder = first_rejected, folder
+        self.folder = folder
         self._engines: dict[tuple, Engine] = {}
 
     @classmethod
@@ -61,13 +59,7 @@ class SpeculativeDecoder:
             target = FrozenTarget.load(str(target))
         folder = Path(folder)
         loaded = load_export(folder, target)
-        return cls(
-            target,
-            loaded.drafter,
-            loaded.relay,
-            first_rejected=loaded.first_rejected,
-            folder=folder,
-        )
+        return cls(target, loaded.drafter, loaded.relay, folder=folder)
 
     def encode(
         self, prompt: str | Sequence[dict[str, Any]], *, enable_thinking: bool = False
@@ -108,22 +100,23 @@ class SpeculativeDecoder:
         completion = self.generate([ids], **options)[0]
         return Answer(self.text(completion), completion)
 
-    def models(self, *, speculative: bool = True, relay: bool = True) -> Models:
-        """The parts a round runs: all of them, without relay, or the target alone.
+    def models(self, *, speculative: bool = True, use_rejected: bool = True) -> Models:
+        """The parts a round runs: all of them, without relay and carryover, or the target alone.
 
         Args:
-            relay: use what a drafter has to use the rejected rows: its relay and its carryover.
+            use_rejected: hand the rejected rows to the next block, by what the drafter has: relay,
+                carryover or both.
         """
         if not speculative:
             return Models(self.target, None)
         return Models(
-            self.target, self.drafter, self.relay if relay else None, self.first_rejected,
-            carryover=relay,
+            self.target, self.drafter, self.relay if use_rejected else None,
+            use_carryover=use_rejected,
         )  # fmt: skip
 
     @property
     def keeps_rejected(self) -> bool:
-        """Whether the drafter has a relay or carryover, which `relay=False` switches off."""
+        """Whether the drafter has a relay or carryover, which `use_rejected=False` switches off."""
         return self.models().keeps_rejected
 
     def engine(
@@ -131,7 +124,7 @@ class SpeculativeDecoder:
         *,
         num_slots: int,
         max_length: int,
-        relay: bool = True,
+        use_rejected: bool = True,
         speculative: bool = True,
         acceptance: Acceptance = "match",
         backend: Backend = "eager",
@@ -143,14 +136,14 @@ class SpeculativeDecoder:
                 "backend is package, which drafts; choose eager or compiled for plain decoding"
             )
         # Before a package is looked for.
-        check_settings(tree_nodes, acceptance, backend, speculative=speculative)
-        kind = (speculative, relay and self.keeps_rejected, acceptance, backend, tree_nodes)
+        check_tree_settings(tree_nodes, acceptance, backend, speculative=speculative)
+        kind = (speculative, use_rejected and self.keeps_rejected, acceptance, backend, tree_nodes)
         engine = self._engines.get(kind)
         if engine is None or engine.num_slots != num_slots or engine.max_length < max_length:
             limit = self.target.config.max_position_embeddings
             rounded = min(-(-max_length // CAPACITY_STEP) * CAPACITY_STEP, limit)
             engine = Engine(
-                self.models(speculative=speculative, relay=relay),
+                self.models(speculative=speculative, use_rejected=use_rejected),
                 num_slots=num_slots,
                 max_length=max(rounded, 2),
                 acceptance=acceptance,
@@ -160,13 +153,13 @@ class SpeculativeDecoder:
             self._engines[kind] = engine
         return engine
 
-    def _packaged(self) -> Steps:
-        """Steps with the export's own package as the draft step."""
+    def _packaged(self) -> RoundBackend:
+        """RoundBackend with the export's own package as the draft step."""
         from dflow_lightning.decode.package import PackagedDraft
 
         if self.folder is None:
             raise InputError("backend is package; load the decoder from an export to use it")
-        return Steps("package", PackagedDraft(self.folder, self.models()))
+        return RoundBackend("package", PackagedDraft(self.folder, self.models()))
 
     def generate(
         self,
@@ -177,7 +170,7 @@ class SpeculativeDecoder:
         top_k: int = 0,
         top_p: float = 1.0,
         seeds: list[int] | None = None,
-        relay: bool = True,
+        use_rejected: bool = True,
         speculative: bool = True,
         stop_token_ids: tuple[int, ...] | None = None,
         batch_size: int = 1,
@@ -193,7 +186,7 @@ class SpeculativeDecoder:
             temperature: 0 is greedy; above, the target samples.
             top_k, top_p: see `Request`.
             seeds: one a prompt (0, 1, ... by default); a prompt's sample depends on nothing else.
-            relay: use the relay, where the drafter has one.
+            use_rejected: use relay and carryover, where the drafter has them.
             speculative: false decodes with the target alone.
             stop_token_ids: by default the target's end-of-sequence ids; an empty tuple never stops.
             batch_size: prompts in flight at the same time.
@@ -210,7 +203,7 @@ class SpeculativeDecoder:
             top_p=top_p, stop_token_ids=stop_token_ids,
         )  # fmt: skip
         return self.run(
-            requests, batch_size=batch_size, relay=relay, speculative=speculative,
+            requests, batch_size=batch_size, use_rejected=use_rejected, speculative=speculative,
             acceptance=acceptance, backend=backend, tree_nodes=tree_nodes, timer=timer,
         )  # fmt: skip
 

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.decode.state import DecodeState, Models
-from dflow_lightning.models.drafter import ContextKV
 from dflow_lightning.models.eagle3 import Eagle3Drafter, Unroll
+from dflow_lightning.tensors.blocks import KV
 
 
-def draft(models: Models, state: DecodeState, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
+def draft_steps(
+    models: Models, state: DecodeState, choose: Callable[[Tensor, int], Tensor]
+) -> Tensor:
     """Draft J tokens, `[R, J]`.
 
     Args:
@@ -45,19 +47,19 @@ def draft(models: Models, state: DecodeState, choose: Callable[[Tensor, int], Te
     return torch.cat(tokens, dim=1)
 
 
-def _keep_first(state: DecodeState, first_R1: Tensor, pair: ContextKV, context: ContextKV) -> None:
+def _keep_first(state: DecodeState, first_R1: Tensor, pair: KV, context: KV) -> None:
     """Write the first step's pair into its context column, for the rounds to come.
 
     Not for a slot that reads its prompt: it steps on leftovers, beside columns that are final.
     """
     rows_R1 = torch.arange(first_R1.shape[0], device=first_R1.device).unsqueeze(1)
     index = (rows_R1, slice(None), first_R1)
-    reading_R111 = state.done_R[:, None, None, None]
+    reading_R111 = state.idle_R[:, None, None, None]
     for buffer, fresh in ((context.keys, pair.keys), (context.values, pair.values)):
         buffer[index] = torch.where(reading_R111, buffer[index], fresh.transpose(1, 2))
 
 
-def extend_context(
+def extend_pairs(
     models: Models, state: DecodeState, rows_R: Tensor, taps_RKC: Tensor, positions_RK: Tensor,
     next_ids_RK: Tensor, last_R: Tensor,
 ) -> None:  # fmt: skip
@@ -73,7 +75,7 @@ def extend_context(
     assert isinstance(drafter, Eagle3Drafter)
     assert state.feature_RD is not None
     dtype = drafter.fc.weight.dtype
-    h_RKD = drafter.project(taps_RKC.to(dtype))
+    h_RKD = drafter.project(taps_RKC)
     embeds_RKD = models.target.embed(next_ids_RK).to(dtype)
     fresh = drafter.context_kv(h_RKD, embeds_RKD, positions_RK)
     (context,) = state.context

@@ -12,25 +12,62 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dflow_lightning.decode import rounds
-from dflow_lightning.decode.flight import Flight
 from dflow_lightning.decode.request import Completion, Request, Update
-from dflow_lightning.decode.rounds import Mode
+from dflow_lightning.decode.rounds import Backend, RoundBackend, RoundMode, rounded_length
 from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
-from dflow_lightning.decode.steps import Backend, Steps, rounded_length
-from dflow_lightning.decode.tree import check_tree
+from dflow_lightning.decode.tree import candidate_pairs, check_tree
 from dflow_lightning.errors import InputError
 from dflow_lightning.stopwatch import RoundTimer
-from dflow_lightning.tensors.acceptance import Sampling
+from dflow_lightning.tensors.acceptance import TokenSampling
 
 Acceptance = Literal["match", "rejection"]
-MODES = (Mode(), Mode(sampled=True), Mode(sampled=True, filtered=True))
+ROUND_MODES = (RoundMode(), RoundMode(sampled=True), RoundMode(sampled=True, filtered=True))
+
+
+@dataclass
+class Flight:
+    """A request that waits or occupies a slot.
+
+    Attributes:
+        submitted, first_token: on the clock of `time.perf_counter`, 0 where it is still to come.
+        read: prompt tokens already in the caches.
+        accepted: drafts accepted in each round.
+        seconds: its share of the rounds' time.
+    """
+
+    id: int
+    request: Request
+    submitted: float
+    read: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    first_token: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its prompt is read."""
+        return self.read == len(self.request.prompt_ids)
+
+    def completion(self, reason: str, now: float | None = None) -> Completion:
+        """What it has come to, for a reason: `stop`, `length` or `cancelled`."""
+        end = time.perf_counter() if now is None else now
+        started = self.first_token or end
+        return Completion(
+            self.token_ids,
+            self.accepted,
+            reason,
+            seconds=self.seconds,
+            latency=end - started,
+            time_to_first_token=started - self.submitted,
+        )
 
 
 class Engine:
@@ -56,7 +93,7 @@ class Engine:
         num_slots: int,
         max_length: int,
         acceptance: Acceptance = "match",
-        backend: Backend | Steps = "eager",
+        backend: Backend | RoundBackend = "eager",
         tree_nodes: int | None = None,
         prefill_chunk: int = 512,
         max_stop_ids: int = 16,
@@ -72,10 +109,13 @@ class Engine:
             raise InputError(f"prefill_chunk is {prefill_chunk}; give 1 or more")
         if tree_nodes is not None:
             check_tree(tree_nodes, models, acceptance, backend)
-            models = replace(models, tree_nodes=tree_nodes)
+            models = replace(
+                models, tree_nodes=tree_nodes,
+                tree_pairs=candidate_pairs(tree_nodes, models.target.device),
+            )  # fmt: skip
         self.models, self.num_slots, self.max_length = models, num_slots, max_length
         self.prefill_chunk, self.max_stop_ids = prefill_chunk, max_stop_ids
-        self.steps = Steps(backend) if isinstance(backend, str) else backend
+        self.backend = RoundBackend(backend) if isinstance(backend, str) else backend
         # A block may reach past the last token of a full request; noise is read one further.
         self.capacity = max_length + models.verified_tokens + 1
         rejection = acceptance == "rejection" and models.drafter is not None
@@ -143,7 +183,7 @@ class Engine:
 
     def _release(self, slot: int) -> None:
         self._slots[slot] = None
-        self.state.done_R[slot] = True
+        self.state.idle_R[slot] = True
         self.state.length_R[slot] = 1  # what a free slot computes is short and thrown away
 
     # ---------------------------------------------------------------- one step
@@ -160,7 +200,7 @@ class Engine:
         return updates + self.round()
 
     @torch.inference_mode()
-    def warm_up(self, modes: Sequence[Mode] = MODES) -> None:
+    def warm_up(self, modes: Sequence[RoundMode] = ROUND_MODES) -> None:
         """Run throwaway rounds, so that everything a round can need is compiled before use.
 
         Args:
@@ -185,10 +225,10 @@ class Engine:
                 self.step()
             self.cancel(number)
             mode = replace(mode, rejection=self._rejection and mode.sampled)
-            for count, length in self.steps.shapes(self.num_slots, self.capacity):
+            for count, length in self.backend.shapes(self.num_slots, self.capacity):
                 # All slots are free: what they compute is thrown away.
-                state = self.state.first(count, length)
-                self.steps.round(self.models, state, mode, self.timer)
+                state = self._in_view(count, length)
+                self.backend.round(self.models, state, mode, self.timer)
 
     def admit(self) -> None:
         """Put waiting requests into free slots, in their order."""
@@ -250,10 +290,10 @@ class Engine:
         )
         return output.hidden_BQD
 
-    def _first_tokens(self, rows_R: Tensor, hidden_R1D: Tensor, mode: Mode) -> list[list[int]]:
+    def _first_tokens(self, rows_R: Tensor, hidden_R1D: Tensor, mode: RoundMode) -> list[list[int]]:
         """Choose and commit the token after each prompt; the requests decode from here on."""
         state = self.state
-        sampling = Sampling(
+        sampling = TokenSampling(
             *(getattr(state.sampling, name)[rows_R] for name in vars(state.sampling))
         )
         position_R = state.length_R[rows_R]
@@ -263,9 +303,9 @@ class Engine:
         state.tokens_RT[rows_R, position_R] = token_R
         state.length_R[rows_R] = position_R + 1
         stopped_R = (token_R.unsqueeze(1) == state.stop_ids_RM[rows_R]).any(1)
-        done_R = stopped_R | (position_R + 1 >= state.end_R[rows_R])
-        state.done_R[rows_R] = done_R
-        return torch.stack([token_R, done_R.long()], dim=1).tolist()
+        idle_R = stopped_R | (position_R + 1 >= state.end_R[rows_R])
+        state.idle_R[rows_R] = idle_R
+        return torch.stack([token_R, idle_R.long()], dim=1).tolist()
 
     def close_gaps(self) -> None:
         """Move requests from the last slots to free ones, so that a round computes fewer rows."""
@@ -278,14 +318,14 @@ class Engine:
 
     def round(self) -> list[Update]:
         """Draft, verify and commit one block for every request that decodes."""
-        if not self.steps.static:  # which computes all slots anyway
+        if not self.backend.static:  # which computes all slots anyway
             self.close_gaps()
         decoding = [(slot, flight) for slot, flight in self._flights() if flight.decoding]
         if not decoding:
             return []
         start = time.perf_counter()
         state = self._in_use(decoding)
-        report = self.steps.round(self.models, state, self._mode(decoding), self.timer).tolist()
+        report = self.backend.round(self.models, state, self._mode(decoding), self.timer).tolist()
         now = time.perf_counter()
         updates = []
         for slot, flight in decoding:
@@ -299,16 +339,21 @@ class Engine:
         tokens = max(
             len(f.request.prompt_ids) + len(f.token_ids) for s, f in self._flights() if s < count
         )
-        return self.state.first(
-            self.steps.rows(count, self.num_slots),
-            self.steps.length(tokens + self.models.verified_tokens, self.capacity),
+        return self._in_view(
+            self.backend.rows(count, self.num_slots),
+            self.backend.length(tokens + self.models.verified_tokens, self.capacity),
         )
 
-    def _mode(self, decoding: list[tuple[int, Flight]]) -> Mode:
+    def _in_view(self, count: int, length: int) -> DecodeState:
+        """The first requests and token slots of the state, and the target's cache read as far."""
+        self.state.target_cache.length = length
+        return self.state.first(count, length)
+
+    def _mode(self, decoding: list[tuple[int, Flight]]) -> RoundMode:
         requests = [flight.request for _, flight in decoding]
         sampled = any(one.temperature > 0 for one in requests)
         filtered = any(one.top_k > 0 or one.top_p < 1 for one in requests)
-        return Mode(sampled, sampled and filtered, self._rejection and sampled)
+        return RoundMode(sampled, sampled and filtered, self._rejection and sampled)
 
     def _flights(self) -> Iterator[tuple[int, Flight]]:
         return ((slot, flight) for slot, flight in enumerate(self._slots) if flight is not None)

@@ -18,17 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from dflow_lightning.decode import rounds
-from dflow_lightning.decode.rounds import Drafts, Mode
-from dflow_lightning.decode.state import DecodeState, Models, empty_relay
+from dflow_lightning.decode.rounds import Drafts, RoundMode
+from dflow_lightning.decode.state import DecodeState, Models, no_rejected_rows
 from dflow_lightning.errors import InputError
-from dflow_lightning.models.draft import best, draft_hidden
-from dflow_lightning.models.drafter import ContextKV, Drafter
-from dflow_lightning.models.relay import Relay, RelayInput
-from dflow_lightning.tensors.blocks import slot_inputs
+from dflow_lightning.models.drafter import Drafter, best, draft_hidden
+from dflow_lightning.models.relay import ProjectedRows, Relay
+from dflow_lightning.tensors.blocks import KV, slot_inputs
 
-FOLDER = "decode"
-PACKAGE = "draft.pt2"
-MANIFEST = "manifest.json"
+PACKAGE_FOLDER = "decode"
+PACKAGE_FILE = "draft.pt2"
+PACKAGE_MANIFEST = "manifest.json"
 MAX_CONTEXT = 1 << 20
 
 
@@ -70,7 +69,7 @@ class DraftProgram(nn.Module):
             assert rejected_R is not None
             assert relay_valid_RK is not None
             parts = (relay_h_RKD, relay_valid_RK, bonus_R, rejected_R)
-            carried = self.drafter.carry(RelayInput(*(part.unsqueeze(1) for part in parts)))
+            carried = self.drafter.carry(ProjectedRows(*(part.unsqueeze(1) for part in parts)))
         if self.relay is not None:
             assert relay_h_RKD is not None
             assert bonus_R is not None
@@ -88,7 +87,7 @@ class DraftProgram(nn.Module):
             self.drafter.dims.block_size,
             correction,
         )
-        context = [ContextKV(*pair) for pair in zip(keys, values, strict=True)]
+        context = [KV(*pair) for pair in zip(keys, values, strict=True)]
         hidden_RNJD = draft_hidden(
             self.drafter, x_RNKD, context, anchors_R.unsqueeze(1), carried=carried
         )
@@ -103,7 +102,9 @@ class DraftProgram(nn.Module):
         return self.drafter.causal_head.unroll(logits_RJV, hidden_RJD, embedded, best, anchor_ids_R)
 
 
-def program_inputs(models: Models, state: DecodeState, relay: RelayInput | None) -> tuple[Any, ...]:
+def program_inputs(
+    models: Models, state: DecodeState, rejected: ProjectedRows | None
+) -> tuple[Any, ...]:
     """The arguments of `DraftProgram` for the next block of each request."""
     target = models.target
     arguments: list[Any] = [
@@ -114,12 +115,12 @@ def program_inputs(models: Models, state: DecodeState, relay: RelayInput | None)
         [layer.keys for layer in state.context],
         [layer.values for layer in state.context],
     ]
-    if relay is not None:
+    if rejected is not None:
         arguments += [
-            relay.h_BNKD.squeeze(1),
-            relay.valid_BNK.squeeze(1),
-            relay.bonus_BN.squeeze(1),
-            relay.rejected_BN.squeeze(1),
+            rejected.h_BNKD.squeeze(1),
+            rejected.valid_BNK.squeeze(1),
+            rejected.bonus_BN.squeeze(1),
+            rejected.rejected_BN.squeeze(1),
         ]
     return tuple(arguments)
 
@@ -145,15 +146,17 @@ def compile_package(models: Models, folder: Path) -> None:
         shapes += [{0: rows}] * 4
     with torch.no_grad():
         exported = torch.export.export(
-            program, program_inputs(models, state, state.relay), dynamic_shapes=tuple(shapes)
+            program, program_inputs(models, state, state.rejected), dynamic_shapes=tuple(shapes)
         )
     folder.mkdir(parents=True, exist_ok=True)
     torch._inductor.aoti_compile_and_package(
         exported,
-        package_path=str(folder / PACKAGE),
+        package_path=str(folder / PACKAGE_FILE),
         inductor_configs={"aot_inductor.package_constants_in_so": False},
     )
-    (folder / MANIFEST).write_text(json.dumps(manifest(models), indent=2) + "\n", encoding="utf-8")
+    (folder / PACKAGE_MANIFEST).write_text(
+        json.dumps(manifest(models), indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def block_drafter(models: Models) -> Drafter:
@@ -199,7 +202,7 @@ def constants(models: Models, names: list[str]) -> dict[str, Tensor]:
             f"drafter: the package asks for {unnamed[1]}, which is no weight of the drafter; "
             "export it again with --compile"
         )
-    frequencies = drafter.inverse_frequencies.to(models.target.device)
+    frequencies = drafter.rotary.inverse_frequencies
     return {name: weights.get(name, frequencies) for name in names}
 
 
@@ -219,17 +222,20 @@ class PackagedDraft:
         """
         self._models = models
         block_drafter(models)
-        path, ours = folder / FOLDER / PACKAGE, manifest(models)
+        path, ours = folder / PACKAGE_FOLDER / PACKAGE_FILE, manifest(models)
         if not path.is_file():
             raise InputError(
-                f"drafter: {folder} holds no {FOLDER}/{PACKAGE}; export with --compile, or use "
-                "the backend eager or compiled"
+                f"drafter: {folder} holds no {PACKAGE_FOLDER}/{PACKAGE_FILE}; export with "
+                "--compile, or use the backend eager or compiled"
             )
         try:
-            theirs = json.loads((folder / FOLDER / MANIFEST).read_text(encoding="utf-8"))
+            theirs = json.loads(
+                (folder / PACKAGE_FOLDER / PACKAGE_MANIFEST).read_text(encoding="utf-8")
+            )
         except (OSError, ValueError) as error:
             raise InputError(
-                f"drafter: {folder}/{FOLDER}/{MANIFEST} cannot be read ({error}); export again"
+                f"drafter: {folder}/{PACKAGE_FOLDER}/{PACKAGE_MANIFEST} cannot be read ({error}); "
+                "export again"
             ) from None
         for name, value in ours.items():
             if theirs.get(name) != value:
@@ -242,11 +248,11 @@ class PackagedDraft:
             constants(models, self._run.get_constant_fqns()), check_full_update=True
         )
 
-    def __call__(self, models: Models, state: DecodeState, mode: Mode) -> Drafts:
+    def __call__(self, models: Models, state: DecodeState, mode: RoundMode) -> Drafts:
         """Greedy drafts; rejection sampling needs the drafter's distribution and runs eagerly."""
         if mode.rejection:
             return rounds.draft(models, state, mode, rounds.correct(models, state))
-        relay = state.relay
-        if relay is None and self._models.keeps_rejected:  # switched off: no valid rows
-            relay = empty_relay(self._models, state.length_R.shape[0])
-        return Drafts(self._run(*program_inputs(models, state, relay)))
+        rejected = state.rejected
+        if rejected is None and self._models.keeps_rejected:  # switched off: no valid rows
+            rejected = no_rejected_rows(self._models, state.length_R.shape[0])
+        return Drafts(self._run(*program_inputs(models, state, rejected)))

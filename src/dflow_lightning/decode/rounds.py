@@ -8,20 +8,24 @@ drafts, D hidden, C tapped width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dflow_lightning.decode import eagle3, tree
 from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
-from dflow_lightning.models.draft import draft_hidden, embed_blocks, embedding, relay_correction
+from dflow_lightning.errors import InputError
+from dflow_lightning.models.drafter import draft_hidden, embed_blocks, embedding, relay_correction
 from dflow_lightning.models.eagle3 import Eagle3Drafter
 from dflow_lightning.models.relay import align
+from dflow_lightning.stopwatch import RoundTimer
 from dflow_lightning.tensors.acceptance import (
-    Sampling,
+    TokenSampling,
     accept,
     accept_or_resample,
     choose,
@@ -31,9 +35,13 @@ from dflow_lightning.tensors.acceptance import (
 )
 from dflow_lightning.tensors.blocks import slot_positions
 
+Backend = Literal["eager", "compiled", "package"]
+LENGTH_STEP = 64  # of cache slots, for eager attention
+SHORTEST_GRAPH = 128  # cache slots of the smallest compiled round
+
 
 @dataclass(frozen=True)
-class Mode:
+class RoundMode:
     """What is known about all requests in flight, so that a step does only what they need.
 
     Args:
@@ -61,7 +69,7 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedBlock:
     """What the target made of a block.
 
     Args:
@@ -79,13 +87,13 @@ class Verified:
     num_rows_R: Tensor | None = None
 
 
-DraftStep = Callable[[Models, DecodeState, Mode], Drafts]
+DraftStep = Callable[[Models, DecodeState, RoundMode], Drafts]
 
 
 def run_round(
     models: Models,
     state: DecodeState,
-    mode: Mode,
+    mode: RoundMode,
     measure: Callable[[str], AbstractContextManager[None]],
     draft_step: DraftStep | None = None,
 ) -> Tensor:
@@ -108,18 +116,20 @@ def run_round(
     with measure("commit"):
         report_RK, h_RKD = commit_round(models, state, verified)
     with measure("relay"):
-        keep_relay(models, state, verified, h_RKD)
+        keep_rejected(models, state, verified, h_RKD)
     return report_RK
 
 
 def correct(models: Models, state: DecodeState) -> Tensor | None:
     """The relay's correction of the next block, `[R, 1, K, D]`."""
-    if models.relay is None or state.relay is None:
+    if models.relay is None or state.rejected is None:
         return None
-    return relay_correction(models.target, models.relay, state.relay)
+    return relay_correction(models.target, models.relay, state.rejected)
 
 
-def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tensor | None) -> Drafts:
+def draft(
+    models: Models, state: DecodeState, mode: RoundMode, correction_RNKD: Tensor | None
+) -> Drafts:
     """Draft slots 1..K-1 in one drafter forward (N = 1 block a request).
 
     A causal head then chooses them one after the other; a tree takes several for a slot.
@@ -127,15 +137,17 @@ def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tenso
     if models.drafter is None:
         return Drafts(state.tokens_RT[:, :0])
     if isinstance(models.drafter, Eagle3Drafter):
-        return one_by_one(state, mode, partial(eagle3.draft, models, state))
+        return one_by_one(state, mode, partial(eagle3.draft_steps, models, state))
     anchor_R1 = state.anchor_R.unsqueeze(1)
     anchor_ids_R1 = state.tokens_RT.gather(1, anchor_R1)
     x_RNKD = embed_blocks(models.target, models.drafter, anchor_ids_R1, correction_RNKD)
-    carried = models.drafter.carry(state.relay) if models.carryover else None
+    carried = models.drafter.carry(state.rejected) if models.use_carryover else None
     hidden_RNJD = draft_hidden(models.drafter, x_RNKD, state.context, anchor_R1, carried=carried)
     logits_RJV = models.target.head(hidden_RNJD.squeeze(1).to(models.target.dtype))
     if models.tree_nodes is not None:
-        grown = tree.grow(logits_RJV, anchor_ids_R1.squeeze(1), models.tree_nodes)
+        grown = tree.grow(
+            logits_RJV, anchor_ids_R1.squeeze(1), models.tree_nodes, models.tree_pairs
+        )
         return Drafts(grown.tokens_RN[:, 1:], tree=grown)
     if models.drafter.causal_head is None:
         return pick(state, mode, logits_RJV)
@@ -148,7 +160,7 @@ def draft(models: Models, state: DecodeState, mode: Mode, correction_RNKD: Tenso
 
 
 def one_by_one(
-    state: DecodeState, mode: Mode, unroll: Callable[[Callable[[Tensor, int], Tensor]], Tensor]
+    state: DecodeState, mode: RoundMode, unroll: Callable[[Callable[[Tensor, int], Tensor]], Tensor]
 ) -> Drafts:
     """The drafts of a drafter that reads each before it makes the next one.
 
@@ -168,7 +180,7 @@ def one_by_one(
     return Drafts(tokens_RJ, torch.cat(held, dim=1) if held else None)
 
 
-def pick(state: DecodeState, mode: Mode, logits_RQV: Tensor, first: int = 0) -> Drafts:
+def pick(state: DecodeState, mode: RoundMode, logits_RQV: Tensor, first: int = 0) -> Drafts:
     """The drafts of some slots from their logits: the best, or drawn for rejection sampling.
 
     Args:
@@ -184,7 +196,7 @@ def pick(state: DecodeState, mode: Mode, logits_RQV: Tensor, first: int = 0) -> 
     return Drafts(draw(draft_RQV, noise_RJ[:, first : first + logits_RQV.shape[1]]), draft_RQV)
 
 
-def verify(models: Models, state: DecodeState, mode: Mode, drafts: Drafts) -> Verified:
+def verify(models: Models, state: DecodeState, mode: RoundMode, drafts: Drafts) -> VerifiedBlock:
     """One target forward over the anchor and its drafts, and how many drafts it accepts."""
     anchor_R1 = state.anchor_R.unsqueeze(1)
     ids_RK = torch.cat([state.tokens_RT.gather(1, anchor_R1), drafts.tokens_RJ], dim=1)
@@ -193,7 +205,7 @@ def verify(models: Models, state: DecodeState, mode: Mode, drafts: Drafts) -> Ve
         positions_RK, visible_RKT = slots_RK, causal(slots_RK, state.target_cache.length)
     else:
         positions_RK = anchor_R1 + drafts.tree.depth_RN
-        visible_RKT = tree.visible(drafts.tree, state.anchor_R, state.target_cache.length)
+        visible_RKT = tree.tree_visible(drafts.tree, state.anchor_R, state.target_cache.length)
     layer_ids = models.drafter.dims.target_layer_ids if models.drafter is not None else []
     output = models.target.forward(
         ids_RK, positions_RK, state.target_cache, slots_RK, visible_RKT, layer_ids
@@ -208,24 +220,24 @@ def verify(models: Models, state: DecodeState, mode: Mode, drafts: Drafts) -> Ve
             noise_RKC[:, :-1, 1],
             noise_RKC[..., 0],
         )
-        return Verified(committed_RK, num_accepted_R, output.taps_BQC, drafts.tokens_RJ)
+        return VerifiedBlock(committed_RK, num_accepted_R, output.taps_BQC, drafts.tokens_RJ)
     chosen_RK = chosen_tokens(logits_RKV, state.sampling, noise_RKC[..., 0], mode)
     if drafts.tree is not None:
         return along_path(models, state, drafts.tree, chosen_RK, output.taps_BQC)
     num_accepted_R = accept(drafts.tokens_RJ, chosen_RK[:, :-1])
-    return Verified(chosen_RK, num_accepted_R, output.taps_BQC, drafts.tokens_RJ)
+    return VerifiedBlock(chosen_RK, num_accepted_R, output.taps_BQC, drafts.tokens_RJ)
 
 
 def along_path(
     models: Models, state: DecodeState, grown: tree.Tree, chosen_RN: Tensor, taps_RNC: Tensor
-) -> Verified:
+) -> VerifiedBlock:
     """The accepted path of a tree as if it had been a chain, in the target's cache as well.
 
     Its rejected suffix is the most probable path below the last accepted node.
     """
     path = tree.follow(grown, chosen_RN, models.block_size)
     tree.compact(state.target_cache, state.anchor_R, path.nodes_RK)
-    return Verified(
+    return VerifiedBlock(
         chosen_RN.gather(1, path.nodes_RK),
         path.num_accepted_R,
         taps_RNC.gather(1, path.nodes_RK.unsqueeze(-1).expand(-1, -1, taps_RNC.shape[-1])),
@@ -234,7 +246,9 @@ def along_path(
     )
 
 
-def chosen_tokens(logits_RQV: Tensor, sampling: Sampling, noise_RQ: Tensor, mode: Mode) -> Tensor:
+def chosen_tokens(
+    logits_RQV: Tensor, sampling: TokenSampling, noise_RQ: Tensor, mode: RoundMode
+) -> Tensor:
     """The target's token for each row, without sorting or summing where no request needs it."""
     if not mode.sampled:
         return logits_RQV.argmax(-1)
@@ -268,9 +282,9 @@ def extend_context(
     if models.drafter is None:
         return None
     if isinstance(models.drafter, Eagle3Drafter):
-        eagle3.extend_context(models, state, rows_R, taps_RKC, positions_RK, next_ids_RK, last_R)
+        eagle3.extend_pairs(models, state, rows_R, taps_RKC, positions_RK, next_ids_RK, last_R)
         return None
-    h_RKD = models.drafter.project(taps_RKC.to(models.drafter.fc.weight.dtype))
+    h_RKD = models.drafter.project(taps_RKC)
     index = (rows_R.unsqueeze(1), slice(None), positions_RK)
     new = models.drafter.context_kv(h_RKD, positions_RK)
     for layer, fresh in zip(state.context, new, strict=True):
@@ -293,17 +307,17 @@ def commit(state: DecodeState, committed_RK: Tensor, num_accepted_R: Tensor) -> 
     kept_RK = (slots_K <= num_accepted_R.unsqueeze(1)) & (positions_RK < state.end_R.unsqueeze(1))
     stops_RK = (committed_RK.unsqueeze(-1) == state.stop_ids_RM.unsqueeze(1)).any(-1) & kept_RK
     before_stop_RK = (stops_RK.long().cumsum(1) - stops_RK.long()) == 0
-    kept_RK = kept_RK & before_stop_RK & ~state.done_R.unsqueeze(1)
+    kept_RK = kept_RK & before_stop_RK & ~state.idle_R.unsqueeze(1)
     old_RK = state.tokens_RT.gather(1, positions_RK)
     state.tokens_RT.scatter_(1, positions_RK, torch.where(kept_RK, committed_RK, old_RK))
     state.length_R.add_(kept_RK.sum(1))
-    state.done_R.logical_or_((stops_RK & kept_RK).any(1) | (state.length_R >= state.end_R))
+    state.idle_R.logical_or_((stops_RK & kept_RK).any(1) | (state.length_R >= state.end_R))
     gained_RK = committed_RK.masked_fill(~kept_RK, NO_TOKEN)
-    return torch.cat([gained_RK, state.done_R.long().unsqueeze(1)], dim=1)
+    return torch.cat([gained_RK, state.idle_R.long().unsqueeze(1)], dim=1)
 
 
 def commit_round(
-    models: Models, state: DecodeState, verified: Verified
+    models: Models, state: DecodeState, verified: VerifiedBlock
 ) -> tuple[Tensor, Tensor | None]:
     """Extend the drafter's context and commit; returns the report of `commit` and `h`."""
     positions_RK = slot_positions(state.anchor_R, verified.committed_RK.shape[1])
@@ -315,14 +329,14 @@ def commit_round(
     return commit(state, verified.committed_RK, verified.num_accepted_R), h_RKD
 
 
-def keep_relay(
-    models: Models, state: DecodeState, verified: Verified, h_RKD: Tensor | None
+def keep_rejected(
+    models: Models, state: DecodeState, verified: VerifiedBlock, h_RKD: Tensor | None
 ) -> None:
     """Rows of the rejected suffix, aligned to the next block, with bonus and rejected token.
 
     A slot that does not decode (free, or reading a prompt) computes on leftovers: it keeps no row.
     """
-    if state.relay is None or h_RKD is None:
+    if state.rejected is None or h_RKD is None:
         return
     num_accepted_R = verified.num_accepted_R
     aligned_RKD, valid_RK = align(
@@ -332,7 +346,93 @@ def keep_relay(
         row_RK = num_accepted_R.unsqueeze(1) + torch.arange(h_RKD.shape[1], device=h_RKD.device)
         valid_RK = valid_RK & (row_RK < verified.num_rows_R.unsqueeze(1))
     bonus_R1 = verified.committed_RK.gather(1, num_accepted_R.unsqueeze(1))
-    state.relay.h_BNKD.copy_(aligned_RKD.unsqueeze(1))
-    state.relay.valid_BNK.copy_((valid_RK & ~state.done_R.unsqueeze(1)).unsqueeze(1))
-    state.relay.bonus_BN.copy_(bonus_R1)
-    state.relay.rejected_BN.copy_(rejected_token(verified.drafts_RJ, num_accepted_R).unsqueeze(1))
+    state.rejected.h_BNKD.copy_(aligned_RKD.unsqueeze(1))
+    state.rejected.valid_BNK.copy_((valid_RK & ~state.idle_R.unsqueeze(1)).unsqueeze(1))
+    state.rejected.bonus_BN.copy_(bonus_R1)
+    state.rejected.rejected_BN.copy_(
+        rejected_token(verified.drafts_RJ, num_accepted_R).unsqueeze(1)
+    )
+
+
+class RoundBackend:
+    """How the rounds of one engine run: eagerly, as compiled graphs, or with a packaged draft step.
+
+    Attributes:
+        static: every round takes the whole state, so that shapes never change.
+    """
+
+    def __init__(self, backend: Backend, draft_step: DraftStep | None = None) -> None:
+        """
+        Args:
+            draft_step: for `package`, the packaged draft step, which corrects by itself.
+
+        Raises:
+            InputError: the backend is not known.
+        """
+        if backend not in ("eager", "compiled") and draft_step is None:
+            raise InputError(f"backend is {backend}; give eager, compiled or package")
+        self.backend, self.static = backend, backend == "package"
+        self._draft_step = draft_step
+        self._graphs: dict[tuple[int, int, RoundMode], Callable[..., Tensor]] = {}
+
+    def rows(self, count: int, num_slots: int) -> int:
+        """Requests that a round computes when the first `count` slots are in use."""
+        if self.static:
+            return num_slots
+        if self.backend == "compiled":  # few graphs, at most twice the work
+            return min(_power_of_two(count), num_slots)
+        return count
+
+    def length(self, needed: int, capacity: int) -> int:
+        """Cache slots that a round reads when `needed` are in use."""
+        if self.static:
+            return capacity
+        if self.backend == "compiled":
+            return min(max(_power_of_two(needed), SHORTEST_GRAPH), capacity)
+        return rounded_length(needed, capacity)
+
+    def shapes(self, num_slots: int, capacity: int) -> list[tuple[int, int]]:
+        """Rows and length of every round there can be, where rounds are compiled."""
+        if self.backend != "compiled":
+            return []
+        rows = {self.rows(count, num_slots) for count in range(1, num_slots + 1)}
+        lengths = {self.length(1 << bit, capacity) for bit in range(capacity.bit_length() + 1)}
+        return [(count, length) for count in sorted(rows) for length in sorted(lengths)]
+
+    def round(
+        self, models: Models, state: DecodeState, mode: RoundMode, timer: RoundTimer
+    ) -> Tensor:
+        """One round over all requests of the state; returns the report of `commit`."""
+        with timer.measure("whole"):
+            if self.backend != "compiled":
+                return run_round(models, state, mode, timer.measure, self._draft_step)
+            shape = (state.length_R.shape[0], state.target_cache.length, mode)
+            if shape not in self._graphs:
+                self._graphs[shape] = _compiled(run_round)
+            return self._graphs[shape](models, state, mode, _unmeasured)
+
+
+def rounded_length(needed: int, capacity: int) -> int:
+    """Cache slots that eager attention reads, in rounds and for prompts: few more than needed."""
+    return min(-(-needed // LENGTH_STEP) * LENGTH_STEP, capacity)
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two that is not below."""
+    return 1 << (number - 1).bit_length()
+
+
+def _unmeasured(part: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled twin with a graph of its own.
+
+    Graphs are kept by code object, and are tried one after the other; a copy of the code has one.
+    """
+    code = function.__code__.replace()
+    own = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    return torch.compile(own, fullgraph=True, dynamic=False)

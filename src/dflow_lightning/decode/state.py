@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.decode.request import Request
-from dflow_lightning.models.drafter import ContextKV
+from dflow_lightning.models.carryover import Carryover
 from dflow_lightning.models.eagle3 import AnyDrafter, Eagle3Drafter
-from dflow_lightning.models.relay import Relay, RelayInput
+from dflow_lightning.models.relay import ProjectedRows, Relay
 from dflow_lightning.models.slot_cache import SlotCache
 from dflow_lightning.models.target import FrozenTarget
-from dflow_lightning.tensors.acceptance import Sampling, position_uniforms
+from dflow_lightning.tensors.acceptance import TokenSampling, position_uniforms
+from dflow_lightning.tensors.blocks import KV
 
 NO_TOKEN = -1
 
@@ -30,16 +31,26 @@ class Models:
     target: FrozenTarget
     drafter: AnyDrafter | None
     relay: Relay | None = None
-    first_rejected: bool = True
-    carryover: bool = True  # whether the drafter's is used, if it has one
+    use_carryover: bool = True  # if the drafter has one
     tree_nodes: int | None = None  # verified tokens of a tree, the anchor among them
+    tree_pairs: Tensor | None = None  # `tree.candidate_pairs` of them, on the device
 
     @property
     def keeps_rejected(self) -> bool:
         """Whether the rows of a rejected suffix go to the next block, by relay or carryover."""
-        if self.drafter is None:
-            return False
-        return self.relay is not None or (self.carryover and self.drafter.carryover is not None)
+        return self.relay is not None or self.carryover is not None
+
+    @property
+    def carryover(self) -> Carryover | None:
+        """The drafter's carryover, where it is used."""
+        used = self.drafter is not None and self.use_carryover
+        return self.drafter.carryover if used and self.drafter is not None else None
+
+    @property
+    def first_rejected(self) -> bool:
+        """Whether relay and carryover take the row of the first rejected token."""
+        reader = self.carryover if self.relay is None else self.relay
+        return reader is None or reader.first_rejected
 
     @property
     def verified_tokens(self) -> int:
@@ -59,24 +70,24 @@ class DecodeState:
     Args:
         length_R: committed tokens; the last one's keys and values are not computed yet.
         end_R: the length at which a request is full.
-        done_R: the slot decodes nothing: free, finished, or still reading its prompt.
+        idle_R: the slot decodes nothing: free, finished, or still reading its prompt.
         noise_RTC: uniform numbers per absolute position: the target's choice and, for rejection
             sampling, acceptance and the block's drafts, keyed by their anchor.
-        relay: aligned rows and boundary tokens of the next block (N = 1 block a request), for relay
-            and carryover.
+        rejected: rows of the rejected suffix, aligned to the next block (N = 1 block a
+            request), for relay and carryover.
         feature_RD: the feature of the row before the anchor, for an EAGLE-3 drafter.
     """
 
     tokens_RT: Tensor
     length_R: Tensor
     end_R: Tensor
-    done_R: Tensor
-    sampling: Sampling
+    idle_R: Tensor
+    sampling: TokenSampling
     noise_RTC: Tensor
     stop_ids_RM: Tensor
     target_cache: SlotCache
-    context: list[ContextKV]
-    relay: RelayInput | None
+    context: list[KV]
+    rejected: ProjectedRows | None
     feature_RD: Tensor | None = None
 
     @property
@@ -99,23 +110,25 @@ class DecodeState:
             tokens_RT=torch.zeros(num_slots, capacity, dtype=torch.long, device=device),
             length_R=full(1, torch.long),
             end_R=full(1, torch.long),
-            done_R=full(True, torch.bool),
-            sampling=Sampling(full(0, torch.float32), full(0, torch.long), full(1, torch.float32)),
+            idle_R=full(True, torch.bool),
+            sampling=TokenSampling(
+                full(0, torch.float32), full(0, torch.long), full(1, torch.float32)
+            ),
             noise_RTC=torch.zeros(num_slots, capacity, noise, dtype=torch.float64, device=device),
             stop_ids_RM=torch.full((num_slots, max_stop_ids), NO_TOKEN, device=device),
             target_cache=models.target.new_cache(capacity, num_slots),
             context=_empty_context(models.drafter, num_slots, capacity),
-            relay=empty_relay(models, num_slots),
+            rejected=no_rejected_rows(models, num_slots),
             feature_RD=_empty_feature(models.drafter, num_slots),
         )
 
     def admit(self, slot: int, request: Request, capacity: int) -> None:
-        """Put a request into a free slot; it does not decode before `start`."""
+        """Put a request into a free slot; it is idle until its prompt is read."""
         prompt = torch.tensor(request.prompt_ids, device=self.tokens_RT.device)
         self.tokens_RT[slot, : len(prompt)] = prompt
         self.length_R[slot] = len(prompt)
         self.end_R[slot] = min(len(prompt) + request.max_new_tokens, capacity)
-        self.done_R[slot] = True
+        self.idle_R[slot] = True
         self.sampling.temperature_R[slot] = request.temperature
         self.sampling.top_k_R[slot] = request.top_k
         self.sampling.top_p_R[slot] = request.top_p
@@ -125,12 +138,12 @@ class DecodeState:
         stop = torch.tensor(request.stop_token_ids or [], dtype=torch.long)
         self.stop_ids_RM[slot] = NO_TOKEN
         self.stop_ids_RM[slot, : len(stop)] = stop
-        if self.relay is not None:
-            self.relay.valid_BNK[slot] = False
+        if self.rejected is not None:
+            self.rejected.valid_BNK[slot] = False
 
     def move(self, source: int, destination: int) -> None:
         """Copy all that a request carries from one slot to another."""
-        groups: list[Any] = [self, self.sampling, *self.context, self.relay]
+        groups: list[Any] = [self, self.sampling, *self.context, self.rejected]
         values = [value for group in groups if group is not None for value in vars(group).values()]
         held = [value for value in values if isinstance(value, Tensor)]
         held += self.target_cache.buffers()
@@ -138,8 +151,11 @@ class DecodeState:
             buffer[destination] = buffer[source]
 
     def first(self, count: int, length: int) -> DecodeState:
-        """The first `count` requests and `length` token slots, as views of the same buffers."""
-        self.target_cache.length = length
+        """The first `count` requests and `length` token slots, as views of the same buffers.
+
+        All views share the target's cache, which knows by its own `length` how far it is read; the
+        caller sets that (`Engine._in_view`).
+        """
         views: dict[str, Any] = {
             field.name: value[:count]
             for field in fields(self)
@@ -149,9 +165,9 @@ class DecodeState:
             self,
             **views,
             sampling=_each(self.sampling, count),
-            relay=None if self.relay is None else _each(self.relay, count),
+            rejected=None if self.rejected is None else _each(self.rejected, count),
             context=[
-                ContextKV(one.keys[:count, :, :length], one.values[:count, :, :length])
+                KV(one.keys[:count, :, :length], one.values[:count, :, :length])
                 for one in self.context
             ],
         )
@@ -162,14 +178,12 @@ def _each(group, count: int):
     return type(group)(**{f.name: getattr(group, f.name)[:count] for f in fields(group)})
 
 
-def _empty_context(drafter: AnyDrafter | None, rows: int, capacity: int) -> list[ContextKV]:
+def _empty_context(drafter: AnyDrafter | None, rows: int, capacity: int) -> list[KV]:
     if drafter is None:
         return []
     dims, weight = drafter.dims, drafter.fc.weight
     shape = (rows, dims.num_key_value_heads, capacity, dims.head_dim)
-    return [
-        ContextKV(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(dims.num_layers)
-    ]
+    return [KV(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(dims.num_layers)]
 
 
 def _empty_feature(drafter: AnyDrafter | None, rows: int) -> Tensor | None:
@@ -178,13 +192,13 @@ def _empty_feature(drafter: AnyDrafter | None, rows: int) -> Tensor | None:
     return drafter.fc.weight.new_zeros(rows, drafter.dims.hidden_size)
 
 
-def empty_relay(models: Models, rows: int) -> RelayInput | None:
+def no_rejected_rows(models: Models, rows: int) -> ProjectedRows | None:
     """No valid rows: the relay then adds exactly zero, and nothing is carried over."""
     if models.drafter is None or not models.keeps_rejected:
         return None
     dims, weight = models.drafter.dims, models.drafter.fc.weight
     K, device = dims.block_size, weight.device
-    return RelayInput(
+    return ProjectedRows(
         h_BNKD=weight.new_zeros(rows, 1, K, dims.hidden_size),
         valid_BNK=torch.zeros(rows, 1, K, dtype=torch.bool, device=device),
         bonus_BN=torch.zeros(rows, 1, dtype=torch.long, device=device),

@@ -58,18 +58,32 @@ class Path:
     num_accepted_R: Tensor
 
 
-def grow(logits_RJV: Tensor, anchor_ids_R: Tensor, num_nodes: int) -> Tree:
+def candidate_pairs(num_nodes: int, device: torch.device | str = "cpu") -> Tensor:
+    """Which child of which node of the depth before may be among the best, `[2, P]`.
+
+    Child c of the b-th best node of a depth has (b+1)(c+1) - 1 nodes of its own depth before it. An
+    engine makes them once: they are data of the host, which a round must not copy.
+    """
+    wanted = num_nodes - 1
+    pairs = [(b, c) for b in range(wanted) for c in range(wanted // (b + 1))]
+    return torch.tensor(pairs, device=device).T
+
+
+def grow(
+    logits_RJV: Tensor, anchor_ids_R: Tensor, num_nodes: int, pairs_2P: Tensor | None = None
+) -> Tree:
     """The `num_nodes` most probable nodes of all paths, the anchor among them.
 
     A node is never more probable than its parent, and no less than its later siblings; so the most
-    probable nodes are a tree, and child c of the b-th best node of a depth has (b+1)(c+1) - 1 nodes
-    of its own depth before it: few pairs have to be looked at.
+    probable nodes are a tree, and few pairs of node and child have to be looked at.
+
+    Args:
+        pairs_2P: from `candidate_pairs`.
     """
     wanted, device = num_nodes - 1, logits_RJV.device
     log_RJV = logits_RJV.float().log_softmax(-1).clamp(max=0)
     best_RJW, ids_RJW = log_RJV.topk(wanted, dim=-1)
-    pairs = [(b, c) for b in range(wanted) for c in range(wanted // (b + 1))]
-    above_P, child_P = torch.tensor(pairs, device=device).T
+    above_P, child_P = candidate_pairs(num_nodes, device) if pairs_2P is None else pairs_2P
     index_N = torch.arange(num_nodes, device=device)
     index_RM = index_N[1:].expand(log_RJV.shape[0], -1)
     # Depth 1, then each depth's best from the pairs; the places are those among all candidates.
@@ -112,7 +126,7 @@ def ancestors(parent_RN: Tensor, depth: int) -> Tensor:
     return found_RNN
 
 
-def visible(tree: Tree, anchor_R: Tensor, length: int) -> Tensor:
+def tree_visible(tree: Tree, anchor_R: Tensor, length: int) -> Tensor:
     """`[R, N, T]`: a node sees what stands before the anchor, and its ancestors' cache slots."""
     num_nodes = tree.tokens_RN.shape[1]
     offset_RT = torch.arange(length, device=anchor_R.device) - anchor_R.unsqueeze(1)
@@ -155,7 +169,7 @@ def compact(cache: SlotCache, anchor_R: Tensor, nodes_RK: Tensor) -> None:
         buffer[rows_R1, :, slots_RK] = buffer[rows_R1, :, source_RK]
 
 
-def check_settings(
+def check_tree_settings(
     tree_nodes: int | None, acceptance: str, backend: Any, *, speculative: bool = True
 ) -> None:
     """Refuse what a tree cannot be verified with; needs no model.
@@ -194,10 +208,10 @@ def check_tree(tree_nodes: int, models: Models, acceptance: str, backend: Any) -
     """Also refuse models that a tree cannot be drafted with.
 
     Raises:
-        InputError: what `check_settings` refuses, a drafter whose slots depend on each other, or
-            more nodes than the vocabulary has tokens.
+        InputError: what `check_tree_settings` refuses, a drafter whose slots depend on each other,
+            or more nodes than the vocabulary has tokens.
     """
-    check_settings(tree_nodes, acceptance, backend)
+    check_tree_settings(tree_nodes, acceptance, backend)
     if not slots_are_independent(models.drafter):
         raise InputError(
             f"tree_nodes is {tree_nodes}, but a tree needs a DFlash or DFlow drafter without a "

@@ -19,7 +19,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -34,14 +34,14 @@ from dflow_lightning.formats.tap_fingerprint import ROUNDED_TOLERANCE, TOLERANCE
 from dflow_lightning.models.eagle3 import Eagle3Config
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.plan.command import make_plan
-from dflow_lightning.plan.measure import TYPES, build
-from dflow_lightning.tensors.attention import choose
+from dflow_lightning.plan.measure import build
+from dflow_lightning.tensors.attention import formulation_for
 from dflow_lightning.tensors.blocks import Documents, gather_slots, slot_positions
 from dflow_lightning.training.base import TargetConfig, TrainingModule
 from dflow_lightning.training.eagle3_module import Eagle3Module
 from dflow_lightning.training.optimizer import OptimizerConfig
-from dflow_lightning.training.rollout import Rollout
-from dflow_lightning.training.step_inputs import Round, StepInputs
+from dflow_lightning.training.precision import ComputePrecision
+from dflow_lightning.training.step_inputs import RolloutConfig, Round, StepInputs
 
 MAX_TOKENS = 512  # of the row that is looked at
 NUM_BLOCKS = 8
@@ -78,9 +78,7 @@ class Loaded(Preflight):
 
     def precision(self) -> AbstractContextManager[Any]:
         """The autocast of trainer.precision."""
-        kind, _, mixed = str(self.recipe.trainer.precision or "32-true").partition("-")
-        dtype = TYPES.get(kind) if mixed == "mixed" else None
-        return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
+        return ComputePrecision.named(self.recipe.trainer.precision).autocast(self.device)
 
     @property
     def tolerance(self) -> float:
@@ -239,7 +237,7 @@ def check_positions(here: Loaded) -> str:
     ids_BNK, inside_BNK = gather_slots(
         here.row.input_ids_BS, anchors.positions_BN, K, anchors.ends_BN
     )
-    rollout = Rollout(here.target, here.drafter, None, True, "online", "data")
+    rollout = here.module.rollout(RolloutConfig())
     with here.precision():
         found_BNKC, _ = rollout.verify(inputs, ids_BNK, anchors)
     index_NK = slot_positions(anchors.positions_BN, K)[0].clamp(max=inputs.taps_BSC.shape[1] - 1)
@@ -266,7 +264,7 @@ def check_rope(here: Loaded) -> str:
         )
     rotary = getattr(here.target.model.get_decoder(), "rotary_emb", None)
     wanted = getattr(rotary, "inv_freq", None)
-    found = here.drafter.inverse_frequencies
+    found = here.drafter.rotary.inverse_frequencies
     if wanted is not None and wanted.shape == found.shape:
         far = distance(found.cpu(), wanted.cpu())
         if not far <= 1e-5:
@@ -325,7 +323,7 @@ def check_attention(here: Loaded) -> str:
     far = distance(found[valid_BN], wanted[valid_BN])
     chosen = here.drafter.attention
     if chosen == "auto":
-        chosen = choose("auto", NUM_BLOCKS, here.device, found.dtype)
+        chosen = formulation_for("auto", NUM_BLOCKS, here.device, found.dtype)
     if not far <= max(here.tolerance, ROUNDED_TOLERANCE * (found.dtype != torch.float32)):
         raise FailedError(
             f"model.attention {chosen} is {far:.1e} from a dense mask; set model.attention to dense"

@@ -8,6 +8,8 @@ Shapes: B batch, S sequence, N blocks, K block size, J = K-1 drafts, R rounds.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dflow_lightning.checks import DoubtError, FailedError, SkippedError
@@ -15,7 +17,7 @@ from dflow_lightning.decode.equality import EqualityCheck, first_difference
 from dflow_lightning.doctor.models import MAX_TOKENS, Loaded
 from dflow_lightning.doctor.recipe import documents
 from dflow_lightning.tensors.blocks import Anchors, slot_labels
-from dflow_lightning.training.step_inputs import Round, StepInputs
+from dflow_lightning.training.step_inputs import Round
 
 OVERFIT_STEPS, OVERFIT_SHARE = 50, 0.25  # what may be left of the loss
 NEW_TOKENS, NUM_PROMPTS = 32, 3
@@ -37,7 +39,7 @@ def check_overfit(here: Loaded) -> str:
     """One block, the recipe's learning rate. The drafter is not the same afterwards."""
     module, inputs = here.module, here.inputs
     anchors, asked = block_to_learn(here)
-    alone = StepInputs(here.row, inputs.taps_BSC, inputs.cache, [Round(anchors)], inputs.hidden_BSD)
+    alone = replace(inputs, rounds=[Round(anchors)])
     lr = here.recipe.model.optimizer.lr
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
     losses: list[float] = []
@@ -84,7 +86,7 @@ def check_lossless(here: Loaded) -> str:
     plain = [one.token_ids for one in decoder.generate_plain(asked, max_new_tokens=NEW_TOKENS)]
     check, others, most = EqualityCheck(here.target), 0, 0
     for relay in [True, False] if decoder.keeps_rejected else [False]:
-        found = decoder.generate(asked, relay=relay, max_new_tokens=NEW_TOKENS, batch_size=2)
+        found = decoder.generate(asked, use_rejected=relay, max_new_tokens=NEW_TOKENS, batch_size=2)
         for number, (prompt, one) in enumerate(zip(asked, found, strict=True)):
             most = max([most, *one.accepted])
             at = first_difference(one.token_ids, plain[number])

@@ -67,7 +67,6 @@ def export_command(
         module.relay,
         module.target,
         out,
-        first_rejected=module.first_rejected,
         dtype=dtype,
         recipe=saved.recipe_and_scores(),
     )

@@ -16,6 +16,7 @@ from dflow_lightning.formats.config_keys import (
     EAGLE3_TAPS,
 )
 from dflow_lightning.formats.drafter_folder import CHAIN, FORMAT_VERSION, LAYOUT
+from dflow_lightning.models.carryover import Carryover
 from dflow_lightning.models.dims import HEAD, DrafterDims, LayerDims
 from dflow_lightning.models.eagle3 import Eagle3Dims
 from dflow_lightning.models.relay import Relay
@@ -23,7 +24,11 @@ from dflow_lightning.models.target import FrozenTarget
 
 
 def drafter_config(
-    dims: DrafterDims, relay: Relay | None, target: FrozenTarget, first_rejected: bool, dtype: str
+    dims: DrafterDims,
+    relay: Relay | None,
+    target: FrozenTarget,
+    dtype: str,
+    carryover: Carryover | None,
 ) -> dict[str, Any]:
     """config.json of a block drafter, with or without a causal head."""
     return {
@@ -47,8 +52,8 @@ def drafter_config(
             "layout": LAYOUT,
             "num_draft_tokens": dims.block_size - 1,
             "target": {"name": target.name, "fingerprint": target.fingerprint},
-            "relay": None if relay is None else relay_config(relay, first_rejected),
-            **({"carryover": carryover_config(first_rejected)} if dims.carryover else {}),
+            "relay": None if relay is None else relay_config(relay),
+            **({} if carryover is None else {"carryover": carryover_config(carryover)}),
         },
     }
 
@@ -61,21 +66,21 @@ def _head_config(dims: DrafterDims) -> dict[str, Any]:
     return {"projector_type": CAUSAL_HEAD, "shift_label": False, **sizes}
 
 
-def relay_config(relay: Relay, first_rejected: bool) -> dict[str, Any]:
+def relay_config(relay: Relay) -> dict[str, Any]:
     """relay/config.json; `hidden_size` is the width of the relay's own hidden layer."""
     return {
         "format_version": FORMAT_VERSION,
         "hidden_size": relay.hidden_size,
-        "first_rejected": first_rejected,
+        "first_rejected": relay.first_rejected,
         "normalize_boundary": relay.normalize_boundary,
         "terms": relay.terms,
         "norm_eps": relay.norm_eps,
     }
 
 
-def carryover_config(first_rejected: bool) -> dict[str, Any]:
+def carryover_config(carryover: Carryover) -> dict[str, Any]:
     """carryover/config.json."""
-    return {"format_version": FORMAT_VERSION, "first_rejected": first_rejected}
+    return {"format_version": FORMAT_VERSION, "first_rejected": carryover.first_rejected}
 
 
 def layer_config(dims: LayerDims, target: FrozenTarget, dtype: str) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.formats.tap_fingerprint import tapped_states
-from dflow_lightning.models.draft import embed_blocks, relay_correction
+from dflow_lightning.models.drafter import embed_blocks, relay_correction
 from dflow_lightning.models.eagle3 import AnyDrafter, Eagle3Drafter, Unroll
-from dflow_lightning.models.relay import Relay, RelayInput
+from dflow_lightning.models.relay import ProjectedRows, Relay
 from dflow_lightning.models.target import FrozenTarget
 
 
@@ -51,7 +51,7 @@ def draft_logits(
     positions_1S = torch.arange(len(token_ids), device=target.device).unsqueeze(0)
     rows_11KD = h_1SD[:, -dims.block_size :].unsqueeze(1)
     valid_11K = torch.ones_like(rows_11KD[..., 0], dtype=torch.bool)
-    rows = RelayInput(rows_11KD, valid_11K, ids_1S[:, -1:], ids_1S[:, -2:-1])
+    rows = ProjectedRows(rows_11KD, valid_11K, ids_1S[:, -1:], ids_1S[:, -2:-1])
     correction = None if relay is None else relay_correction(target, relay, rows)
     x_11KD = embed_blocks(target, drafter, ids_1S[:, -1:], correction)
     context = drafter.context_kv(h_1SD, positions_1S)

@@ -62,7 +62,6 @@ def export_speculators(
     target: FrozenTarget,
     out: Path,
     *,
-    first_rejected: bool = True,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     recipe: dict[str, Any] | None = None,
 ) -> None:
@@ -78,10 +77,7 @@ def export_speculators(
         )
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "dflash"
-        export_drafter(
-            drafter, relay, target, folder,
-            first_rejected=first_rejected, dtype=dtype, recipe=recipe,
-        )  # fmt: skip
+        export_drafter(drafter, relay, target, folder, dtype=dtype, recipe=recipe)
         convert_export(folder, target, out)
 
 

@@ -38,7 +38,7 @@ def lossless_check(subject: Subject) -> Found:
     for temperature in TEMPERATURES:
         plain = _decode(subject, decoder.generate_plain, prompts, temperature)
         for relay in subject.relay_modes:
-            ours = _decode(subject, decoder.generate, prompts, temperature, relay=relay)
+            ours = _decode(subject, decoder.generate, prompts, temperature, use_rejected=relay)
             how = f"relay {'on' if relay else 'off'}, T={temperature:g}"
             pairs = compare(subject, prompts, ours, plain, temperature)
             found += [(how, difference) for difference in pairs]
@@ -142,7 +142,7 @@ def tau_check(subject: Subject) -> Found:
         max_new_tokens=settings["max_new_tokens"],
         temperature=settings["temperature"],
         batch_size=settings["batch_size"],
-        relay=mode == "on",
+        use_rejected=mode == "on",
     )
     num_drafts = subject.loaded.drafter.dims.block_size - 1
     real = acceptance_summary([one.accepted for one in completions], num_drafts).tau

@@ -110,8 +110,9 @@ def checkpoint_check(subject: Subject) -> Found:
     relay_saved = saved.get("relay", {"enabled": False})  # EAGLE-3 has none
     if relay_saved["enabled"] != (loaded.relay is not None):
         raise FailedError("relay: one of checkpoint and export has a relay, the other has none")
-    if loaded.relay and relay_saved["first_rejected"] != loaded.first_rejected:
-        raise FailedError(f"first_rejected is {loaded.first_rejected}, which the checkpoint is not")
+    if loaded.relay and relay_saved["first_rejected"] != loaded.relay.first_rejected:
+        here = loaded.relay.first_rejected
+        raise FailedError(f"first_rejected is {here}, which the checkpoint is not")
     ours = rebuild(subject.checkpoint, loaded, target)
     for mine, read in zip(ours, (loaded.drafter, loaded.relay), strict=True):
         if mine is not None and read is not None:

@@ -53,7 +53,6 @@ def export_drafter(
     target: FrozenTarget,
     out: Path,
     *,
-    first_rejected: bool = True,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     compile: bool = False,
     recipe: dict[str, Any] | None = None,
@@ -73,7 +72,7 @@ def export_drafter(
     if isinstance(drafter, Eagle3Drafter):
         config, card = eagle3_config(drafter.dims, target, dtype), eagle3_card
     else:
-        config = drafter_config(drafter.dims, relay, target, first_rejected, dtype)
+        config = drafter_config(drafter.dims, relay, target, dtype, drafter.carryover)
         card = model_card
     config["dflow_config"] |= {
         "training": (recipe or {}).get("training"),
@@ -84,11 +83,11 @@ def export_drafter(
         _save(body, folder / "model.safetensors")
         if relay is not None:
             (folder / "relay").mkdir()
-            _write_json(folder / "relay/config.json", relay_config(relay, first_rejected))
+            _write_json(folder / "relay/config.json", relay_config(relay))
             _save(_weights(relay, dtype), folder / "relay/relay.safetensors")
         if isinstance(drafter, Drafter) and drafter.carryover is not None:
             (folder / "carryover").mkdir()
-            _write_json(folder / "carryover/config.json", carryover_config(first_rejected))
+            _write_json(folder / "carryover/config.json", carryover_config(drafter.carryover))
             _save(_weights(drafter.carryover, dtype), folder / integrity.CARRYOVER_FILE)
         integrity.record(folder, config)
         (folder / "README.md").write_text(card(config, recipe or {}), encoding="utf-8")
@@ -96,10 +95,10 @@ def export_drafter(
         loaded = load_export(folder, target)
         _compare(loaded, drafter, relay, target, getattr(torch, dtype))
         if compile:
-            from dflow_lightning.decode.package import FOLDER, compile_package
+            from dflow_lightning.decode.package import PACKAGE_FOLDER, compile_package
 
-            models = Models(target, loaded.drafter, loaded.relay, first_rejected)
-            compile_package(models, folder / FOLDER)
+            models = Models(target, loaded.drafter, loaded.relay)
+            compile_package(models, folder / PACKAGE_FOLDER)
             integrity.record(folder, config)  # with the package's checksum
             _write_json(folder / "config.json", config)
 

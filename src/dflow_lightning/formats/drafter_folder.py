@@ -45,14 +45,11 @@ class LoadedDrafter:
 
     Args:
         relay: None when the folder is a DFlash or an EAGLE-3 drafter.
-        first_rejected: whether relay and carryover were trained to use the row of the first
-            rejected token.
         config: config.json as it stands.
     """
 
     drafter: AnyDrafter
     relay: Relay | None
-    first_rejected: bool
     config: dict[str, Any]
 
 
@@ -81,19 +78,19 @@ def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
     dtype = config.get("dtype") or config.get("torch_dtype")
     dtype = dtype if "dflow_config" in config else None
     load_tensors(drafter, folder / "model.safetensors", dtype, inner=HEAD_PREFIX)
-    relay, first_rejected = load_relay(folder, config, dims.hidden_size)
+    relay = load_relay(folder, config, dims.hidden_size)
     if isinstance(drafter, Drafter) and drafter.dims.carryover:
         drafter.carryover = Carryover(dims.hidden_size)
-        first_rejected = load_carryover(drafter.carryover, folder, config)
+        load_carryover(drafter.carryover, folder, config)
     integrity.check_export_unchanged(folder, config)
     for part in (drafter, relay):
         if part is not None:
             part.to(target.device, target.dtype).eval().requires_grad_(False)
-    return LoadedDrafter(drafter, relay, first_rejected, config)
+    return LoadedDrafter(drafter, relay, config)
 
 
-def load_carryover(carryover: Carryover, folder: Path, config: dict[str, Any]) -> bool:
-    """Fill the carryover that config.json promises; returns its `first_rejected`.
+def load_carryover(carryover: Carryover, folder: Path, config: dict[str, Any]) -> None:
+    """Fill the carryover that config.json promises.
 
     Raises:
         InputError: its folder is missing, damaged, not the promised one, or at odds with the relay.
@@ -112,7 +109,7 @@ def load_carryover(carryover: Carryover, folder: Path, config: dict[str, Any]) -
             "that of the relay; export it again"
         )
     load_tensors(carryover, folder / integrity.CARRYOVER_FILE, None)
-    return first
+    carryover.first_rejected = first
 
 
 def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:

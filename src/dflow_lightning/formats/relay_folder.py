@@ -101,8 +101,8 @@ def _check_tensor(name: str, stored: list[int], expected: list[int], path: Path)
         )
 
 
-def load_relay(folder: Path, config: dict[str, Any], hidden_size: int) -> tuple[Relay | None, bool]:
-    """The relay and its `first_rejected`; a folder without one is a DFlash drafter.
+def load_relay(folder: Path, config: dict[str, Any], hidden_size: int) -> Relay | None:
+    """The relay; a folder without one is a DFlash drafter.
 
     Args:
         config: config.json of the folder.
@@ -116,7 +116,7 @@ def load_relay(folder: Path, config: dict[str, Any], hidden_size: int) -> tuple[
     if promised and not present:
         raise InputError(f"drafter: {folder} lacks its relay folder; export the drafter again")
     if not present:
-        return None, True
+        return None
     if "dflow_config" in config and not promised:
         raise InputError(
             f"drafter: {folder} has a relay folder that its config.json does not know; export it "
@@ -143,6 +143,7 @@ def load_relay(folder: Path, config: dict[str, Any], hidden_size: int) -> tuple[
         norm_eps=settings["norm_eps"],
         normalize_boundary=settings.get("normalize_boundary", False),  # older exports did not
         terms=terms,
+        first_rejected=bool(settings["first_rejected"]),
     )
     load_tensors(relay, folder / "relay/relay.safetensors", None)
-    return relay, bool(settings["first_rejected"])
+    return relay

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dflow_lightning.models.relay import RelayInput
+from dflow_lightning.models.relay import ProjectedRows
 from dflow_lightning.tensors.blocks import rows_at
 
 
@@ -40,13 +40,17 @@ class Carryover(nn.Module):
     """The mark of a rejected row, added to its features before keys and values are made.
 
     It starts at zero: rows then look like context of positions that are drafted at the moment.
+
+    Attributes:
+        first_rejected: whether slot 1 gets the row of the first rejected token, as in `Relay`.
     """
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, *, first_rejected: bool = True) -> None:
         super().__init__()
+        self.first_rejected = first_rejected
         self.flag = nn.Parameter(torch.zeros(hidden_size))
 
-    def forward(self, rows: RelayInput) -> CarriedRows:
+    def forward(self, rows: ProjectedRows) -> CarriedRows:
         """Rows aligned to slots, as the relay gets them; slot 0 never has one."""
         marked_BNJD = rows.h_BNKD[..., 1:, :] + self.flag.to(rows.h_BNKD.dtype)
         return CarriedRows(marked_BNJD, rows.valid_BNK[..., 1:])

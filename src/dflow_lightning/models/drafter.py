@@ -3,14 +3,17 @@
 The same module trains on packed blocks and drafts from a cached context: context keys and values
 are made by `context_kv`, once per new row, and `forward` attends from blocks to whatever context it
 is given. Tensor names are those of the published DFlash checkpoints.
+The functions at the end lead from a block's start to its draft tokens, for training and decoding
+alike.
 
-Shapes: B batch, S context rows, N blocks per sequence, K block size, L context length, D hidden,
-C tapped width (taps x D), H/G query/key-value heads, E head size.
+Shapes: B batch, S context rows, N blocks per sequence, K block size, J = K-1 drafts, L context
+length, D hidden, C tapped width (taps x D), H/G query/key-value heads, E head size, V vocabulary, R
+blocks of a chunk.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +23,24 @@ from torch.utils.checkpoint import checkpoint
 from dflow_lightning.models.carryover import CarriedRows, Carryover
 from dflow_lightning.models.causal_head import CausalHead
 from dflow_lightning.models.dims import DrafterDims, LayerDims
-from dflow_lightning.models.layers import RMSNorm, rope_at, rope_frequencies, rotate
-from dflow_lightning.models.relay import RelayInput
+from dflow_lightning.models.layers import RMSNorm, Rotary, in_compute_type, rotate
+from dflow_lightning.models.relay import ProjectedRows, Relay
 from dflow_lightning.models.target import FrozenTarget
-from dflow_lightning.tensors.attention import Backend, block_attention, choose
-from dflow_lightning.tensors.blocks import rows_at, slot_positions
+from dflow_lightning.tensors.attention import (
+    AttentionBackend,
+    Formulation,
+    block_attention,
+    formulation_for,
+)
+from dflow_lightning.tensors.blocks import (
+    KV,
+    Anchors,
+    BlockView,
+    rows_at,
+    slot_inputs,
+    slot_positions,
+)
+from dflow_lightning.tensors.loss import CHUNK_BYTES, blocks_within
 
 
 class Attention(nn.Module):
@@ -42,36 +58,31 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(dims.head_dim, dims.rms_norm_eps)
         self.k_norm = RMSNorm(dims.head_dim, dims.rms_norm_eps)
 
-    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> KV:
         """Rotated keys and values of rows `[B, ..., D]`, as `[B, G, ..., E]`."""
         shape = (*x.shape[:-1], -1, self.head_dim)
         keys = self.k_norm(self.k_proj(x).view(shape)).movedim(-2, 1)
-        return rotate(keys, rope), self.v_proj(x).view(shape).movedim(-2, 1)
+        return KV(rotate(keys, rope), self.v_proj(x).view(shape).movedim(-2, 1))
 
     def forward(
         self,
         x_BNKD: Tensor,
-        context: ContextKV,
+        context: KV,
         rope: tuple[Tensor, Tensor],
-        anchors_BN: Tensor,
-        backend: Backend,
-        starts_BN: Tensor | None,
-        carried: CarriedRows | None,
+        view: BlockView,
+        formulation: Formulation,
+        carried_BNJD: Tensor | None,
     ) -> Tensor:
         shape = (*x_BNKD.shape[:-1], -1, self.head_dim)
         q = self.q_norm(self.q_proj(x_BNKD).view(shape)).movedim(-2, 1)
         own = x_BNKD
-        if carried is None:
+        if carried_BNJD is None:
             q = rotate(q, rope)
         else:  # like rows of the context, which skip the input norm, but each block's own
             cos, sin = (each[..., : x_BNKD.shape[2], :] for each in rope)
             q = rotate(q, (cos, sin))
-            own = torch.cat([x_BNKD, carried.h_BNJD], dim=2)
-        k_block, v_block = self.keys_values(own, rope)
-        out = block_attention(
-            q, k_block, v_block, context.keys, context.values, anchors_BN, backend, starts_BN,
-            None if carried is None else carried.valid_BNJ,
-        )  # fmt: skip
+            own = torch.cat([x_BNKD, carried_BNJD], dim=2)
+        out = block_attention(q, self.keys_values(own, rope), context, view, formulation)
         return self.o_proj(out.movedim(1, -2).flatten(-2))
 
 
@@ -99,22 +110,14 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(dims)
 
     def forward(
-        self, x_BNKD: Tensor, context: ContextKV, rope, anchors_BN: Tensor, backend: Backend,
-        starts_BN: Tensor | None, carried: CarriedRows | None,
+        self, x_BNKD: Tensor, context: KV, rope: tuple[Tensor, Tensor], view: BlockView,
+        formulation: Formulation, carried_BNJD: Tensor | None,
     ) -> Tensor:  # fmt: skip
         normed_BNKD = self.input_layernorm(x_BNKD)
         x_BNKD = x_BNKD + self.self_attn(
-            normed_BNKD, context, rope, anchors_BN, backend, starts_BN, carried
+            normed_BNKD, context, rope, view, formulation, carried_BNJD
         )
         return x_BNKD + self.mlp(self.post_attention_layernorm(x_BNKD))
-
-
-@dataclass(frozen=True)
-class ContextKV:
-    """One layer's context keys and values, `[B, G, L, E]`; column l holds absolute position l."""
-
-    keys: Tensor
-    values: Tensor
 
 
 class Drafter(nn.Module):
@@ -131,7 +134,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.dims = dims
         self.gradient_checkpointing = False
-        self.attention: Backend = "auto"
+        self.attention: AttentionBackend = "auto"
         width = len(dims.target_layer_ids) * dims.hidden_size
         self.fc = nn.Linear(width, dims.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
@@ -143,25 +146,28 @@ class Drafter(nn.Module):
                 # Keeps its input's scale at every width; at 2,500 about 0.02, Qwen3's own value.
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
         self.causal_head = causal_head(dims)  # after the body, which starts as without it
-        # A plain attribute, not a buffer: no cast of the module may touch the float32 frequencies.
-        self.inverse_frequencies, self._rope_scale = rope_frequencies(dims)
+        self.rotary = Rotary(dims)
 
     def project(self, taps: Tensor) -> Tensor:
-        """Context features `h = hidden_norm(fc(taps))`, `[..., C] -> [..., D]`."""
-        return self.hidden_norm(self.fc(taps))
+        """Context features `h = hidden_norm(fc(taps))`, `[..., C] -> [..., D]`.
 
-    def context_kv(self, h_BSD: Tensor, positions_BS: Tensor) -> list[ContextKV]:
+        Args:
+            taps: of the target, in its own type.
+        """
+        return self.hidden_norm(self.fc(in_compute_type(taps, self.fc.weight)))
+
+    def context_kv(self, h_BSD: Tensor, positions_BS: Tensor) -> list[KV]:
         """Keys and values of context rows for every layer; `h` skips the layers' input norms."""
-        rope = self.rope(positions_BS, h_BSD.dtype)
-        return [ContextKV(*layer.self_attn.keys_values(h_BSD, rope)) for layer in self.layers]  # type: ignore[union-attr,operator]
+        rope = self.rope(positions_BS)
+        return [layer.self_attn.keys_values(h_BSD, rope) for layer in self.layers]  # type: ignore[union-attr,operator]
 
-    def carry(self, rows: RelayInput | None) -> CarriedRows | None:
+    def carry(self, rows: ProjectedRows | None) -> CarriedRows | None:
         """The rows of the rejected suffix, marked; None for a drafter without carryover."""
         return None if self.carryover is None or rows is None else self.carryover(rows)
 
     def forward(
-        self, x_BNKD: Tensor, context: list[ContextKV], anchors_BN: Tensor,
-        backend: Backend = "auto", starts_BN: Tensor | None = None,
+        self, x_BNKD: Tensor, context: list[KV], anchors_BN: Tensor,
+        backend: AttentionBackend = "auto", starts_BN: Tensor | None = None,
         carried: CarriedRows | None = None,
     ) -> Tensor:  # fmt: skip
         """Hidden states of every slot, `[B, N, K, D]`, ready for the target's head.
@@ -175,8 +181,8 @@ class Drafter(nn.Module):
             carried: from `carry`.
         """
         wanted = self.attention if backend == "auto" else backend
-        backend = choose(wanted, x_BNKD.shape[1], x_BNKD.device, x_BNKD.dtype)
-        order_BN = None if backend == "dense" else anchors_BN.argsort(dim=1)
+        formulation = formulation_for(wanted, x_BNKD.shape[1], x_BNKD.device, x_BNKD.dtype)
+        order_BN = None if formulation == "dense" else anchors_BN.argsort(dim=1)
         if order_BN is not None:  # neighbours that see as much of the context leave out the same
             x_BNKD = rows_at(x_BNKD, order_BN)
             anchors_BN = anchors_BN.gather(1, order_BN)
@@ -186,9 +192,13 @@ class Drafter(nn.Module):
         positions_BNK = slot_positions(first_BN, x_BNKD.shape[2])
         if carried is not None:  # they stand at the anchor and after it
             positions_BNK = torch.cat([positions_BNK, positions_BNK[..., :-1]], dim=-1)
-        rope = self.rope(positions_BNK, x_BNKD.dtype)
+        rope = self.rope(positions_BNK)
+        carried_BNJD, carried_BNJ = (
+            (None, None) if carried is None else (carried.h_BNJD, carried.valid_BNJ)
+        )
+        view = BlockView(anchors_BN, starts_BN, carried_BNJ)
         for layer, layer_context in zip(self.layers, context, strict=True):
-            arguments = (x_BNKD, layer_context, rope, anchors_BN, backend, starts_BN, carried)
+            arguments = (x_BNKD, layer_context, rope, view, formulation, carried_BNJD)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x_BNKD = checkpoint(
                     layer, *arguments, use_reentrant=False, preserve_rng_state=False
@@ -199,9 +209,13 @@ class Drafter(nn.Module):
             x_BNKD = rows_at(x_BNKD, order_BN.argsort(dim=1))
         return self.norm(x_BNKD)
 
-    def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for rotation, `[B, 1, ..., E]`."""
-        return rope_at(self.inverse_frequencies, self._rope_scale, positions, dtype)
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for rotation, `[B, 1, ..., E]`.
+
+        In the type of the weights and not of what is rotated, which under autocast is bfloat16 for
+        context rows and float32 for blocks: keys and queries must turn by the same angles.
+        """
+        return self.rotary(positions, self.fc.weight.dtype)
 
 
 def causal_head(dims: DrafterDims) -> CausalHead | None:
@@ -240,3 +254,98 @@ def start_from_target(drafter: Drafter, target: FrozenTarget) -> None:
         drafter.norm.weight.copy_(scale)
     if drafter.causal_head is not None:
         drafter.causal_head.prefix_gru.fit_inputs(target.embedding_weight)
+
+
+def relay_correction(target: FrozenTarget, relay: Relay, rows: ProjectedRows) -> Tensor:
+    """What the relay adds to the mask slots, `[B, N, K, D]`."""
+    bonus = target.embed(rows.bonus_BN).to(rows.h_BNKD.dtype)
+    rejected = target.embed(rows.rejected_BN).to(rows.h_BNKD.dtype)
+    return relay(rows.h_BNKD, bonus, rejected, rows.valid_BNK)
+
+
+def embed_blocks(
+    target: FrozenTarget, drafter: Drafter, anchor_ids_BN: Tensor, correction_BNKD: Tensor | None
+) -> Tensor:
+    """Slot inputs, `[B, N, K, D]`: the anchor's embedding, then masks corrected by the relay."""
+    dtype = drafter.fc.weight.dtype
+    return slot_inputs(
+        target.embed(anchor_ids_BN).to(dtype),
+        # By number and not through a tensor of the id, which would be a copy from the host.
+        target.embedding_weight[drafter.dims.mask_token_id].to(dtype),
+        drafter.dims.block_size,
+        correction_BNKD,
+    )
+
+
+def draft_hidden(
+    drafter: Drafter,
+    x_BNKD: Tensor,
+    context: list[KV],
+    anchors_BN: Tensor,
+    starts_BN: Tensor | None = None,
+    carried: CarriedRows | None = None,
+) -> Tensor:
+    """Hidden states of slots 1..K-1, `[B, N, J, D]`, ready for the target's head."""
+    hidden_BNKD = drafter(x_BNKD, context, anchors_BN, starts_BN=starts_BN, carried=carried)
+    return hidden_BNKD[..., 1:, :]
+
+
+def draft_tokens(
+    target: FrozenTarget,
+    drafter: Drafter,
+    x_BNKD: Tensor,
+    context: list[KV],
+    anchors: Anchors,
+    anchor_ids_BN: Tensor,
+    gold_BNJ: Tensor | None = None,
+    carried: CarriedRows | None = None,
+) -> Tensor:
+    """Greedy drafts of slots 1..K-1, `[B, N, J]`, from one drafter forward.
+
+    Args:
+        gold_BNJ: tokens that a causal head reads in place of its own drafts.
+    """
+    hidden_BNJD = draft_hidden(
+        drafter, x_BNKD, context, anchors.positions_BN, anchors.starts_BN, carried
+    )
+    if drafter.causal_head is None:
+        return greedy_tokens(target, hidden_BNJD)
+    return chained_tokens(target, drafter.causal_head, hidden_BNJD, anchor_ids_BN, gold_BNJ)
+
+
+def chained_tokens(
+    target: FrozenTarget,
+    causal_head: CausalHead,
+    hidden_BNJD: Tensor,
+    anchor_ids_BN: Tensor,
+    gold_BNJ: Tensor | None = None,
+) -> Tensor:
+    """Greedy drafts of a causal head, `[B, N, J]`: each reads those before it, or `gold_BNJ`."""
+    rows = [hidden_BNJD.flatten(0, 1), anchor_ids_BN.flatten()]
+    if gold_BNJ is not None:
+        rows.append(gold_BNJ.flatten(0, 1))
+    size = blocks_within(CHUNK_BYTES, hidden_BNJD.shape[2], target.vocab_size)
+    drafts = []
+    for hidden_RJD, *others in zip(*(part.split(size) for part in rows), strict=True):
+        logits_RJV = target.head(hidden_RJD.to(target.dtype))
+        embed = embedding(target, hidden_RJD.dtype)
+        drafts.append(causal_head.unroll(logits_RJV, hidden_RJD, embed, best, *others))
+    return torch.cat(drafts).view(hidden_BNJD.shape[:-1])
+
+
+def embedding(target: FrozenTarget, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The target's embedding of token ids, in the type of a drafter."""
+    return lambda ids: target.embed(ids).to(dtype)
+
+
+def best(logits_RV: Tensor, slot: int) -> Tensor:
+    """The most likely token of a slot."""
+    return logits_RV.argmax(-1)
+
+
+def greedy_tokens(target: FrozenTarget, hidden_BNJD: Tensor) -> Tensor:
+    """The target's greedy choice for each hidden state, `[B, N, J]`, never holding all logits."""
+    hidden = hidden_BNJD.flatten(0, 1)
+    size = blocks_within(CHUNK_BYTES, hidden.shape[1], target.vocab_size)
+    chosen = [target.head(part.to(target.dtype)).argmax(-1) for part in hidden.split(size)]
+    return torch.cat(chosen).view(hidden_BNJD.shape[:-1])

@@ -24,10 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.dims import LayerDims, layer_numbers
-from dflow_lightning.models.drafter import MLP, ContextKV, Drafter
-from dflow_lightning.models.layers import RMSNorm, rope_at, rope_frequencies, rotate
+from dflow_lightning.models.drafter import MLP, Drafter
+from dflow_lightning.models.layers import RMSNorm, Rotary, in_compute_type, rotate
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.tensors.attention import context_visible
+from dflow_lightning.tensors.blocks import KV
 
 NUM_TAPS = 3  # low, middle and high, as in the EAGLE-3 paper
 
@@ -86,11 +87,11 @@ class Eagle3Attention(nn.Module):
         self.v_proj = nn.Linear(2 * dims.hidden_size, key, bias=False)
         self.o_proj = nn.Linear(query, dims.hidden_size, bias=False)
 
-    def keys_values(self, pairs: Tensor, rope: tuple[Tensor, Tensor]) -> ContextKV:
+    def keys_values(self, pairs: Tensor, rope: tuple[Tensor, Tensor]) -> KV:
         """Rotated keys and values of pairs `[B, S, 2D]`, as `[B, G, S, E]`."""
         shape = (*pairs.shape[:-1], -1, self.head_dim)
         keys = rotate(self.k_proj(pairs).view(shape).transpose(1, 2), rope)
-        return ContextKV(keys, self.v_proj(pairs).view(shape).transpose(1, 2))
+        return KV(keys, self.v_proj(pairs).view(shape).transpose(1, 2))
 
     def queries(self, pairs: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Rotated queries of pairs `[B, N, 2D]`, as `[B, H, N, E]`."""
@@ -136,22 +137,21 @@ class Eagle3Drafter(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
-        # A plain attribute, not a buffer: no cast of the module may touch the float32 frequencies.
-        self.inverse_frequencies, self._rope_scale = rope_frequencies(dims)
+        self.rotary = Rotary(dims)
 
     def project(self, taps: Tensor) -> Tensor:
         """Features `h = fc(taps)`, `[..., C] -> [..., D]`; the layer norms them itself."""
-        return self.fc(taps)
+        return self.fc(in_compute_type(taps, self.fc.weight))
 
-    def context_kv(self, h_BSD: Tensor, embeds_BSD: Tensor, positions_BS: Tensor) -> ContextKV:
+    def context_kv(self, h_BSD: Tensor, embeds_BSD: Tensor, positions_BS: Tensor) -> KV:
         """Keys and values of pairs; `embeds` are of the tokens after the features' positions."""
-        rope = self.rope(positions_BS, h_BSD.dtype)
+        rope = self.rope(positions_BS)
         return self.midlayer.self_attn.keys_values(self.midlayer.pairs(embeds_BSD, h_BSD), rope)
 
     def step(
-        self, h_BND: Tensor, embeds_BND: Tensor, positions_BN: Tensor, own: list[ContextKV],
-        context: ContextKV, visible_BNL: Tensor,
-    ) -> tuple[Tensor, ContextKV]:  # fmt: skip
+        self, h_BND: Tensor, embeds_BND: Tensor, positions_BN: Tensor, own: list[KV],
+        context: KV, visible_BNL: Tensor,
+    ) -> tuple[Tensor, KV]:  # fmt: skip
         """One pair of every block: its output before the final norm, and its keys and values.
 
         Args:
@@ -160,22 +160,22 @@ class Eagle3Drafter(nn.Module):
             visible_BNL: which columns of the context each block sees.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
-        rope = self.rope(positions_BN, h_BND.dtype)
+        rope = self.rope(positions_BN)
         pairs = layer.pairs(embeds_BND, h_BND)
         latest = attention.keys_values(pairs, rope)
         attended = attend(attention.queries(pairs, rope), [*own, latest], context, visible_BNL)
         h_BND = h_BND + attention.o_proj(attended.transpose(1, 2).flatten(2))
         return h_BND + layer.mlp(layer.post_attention_layernorm(h_BND)), latest
 
-    def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for rotation, `[B, 1, ..., E]`."""
-        return rope_at(self.inverse_frequencies, self._rope_scale, positions, dtype)
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for rotation, `[B, 1, ..., E]`, as `Drafter.rope`."""
+        return self.rotary(positions, self.fc.weight.dtype)
 
 
 AnyDrafter = Drafter | Eagle3Drafter
 
 
-def attend(q_BHNE: Tensor, own: list[ContextKV], context: ContextKV, visible_BNL: Tensor) -> Tensor:
+def attend(q_BHNE: Tensor, own: list[KV], context: KV, visible_BNL: Tensor) -> Tensor:
     """Attend from one row a block to the visible context and to the block's own steps.
 
     The own steps of other blocks take part in nothing, not even in the matrix product: a score with
@@ -210,7 +210,7 @@ class Unroll:
     """
 
     def __init__(
-        self, drafter: Eagle3Drafter, h_BND: Tensor, first_BN: Tensor, context: ContextKV,
+        self, drafter: Eagle3Drafter, h_BND: Tensor, first_BN: Tensor, context: KV,
         starts_BN: Tensor | None = None,
     ) -> None:  # fmt: skip
         """
@@ -220,7 +220,7 @@ class Unroll:
             starts_BN: where each block's document begins in a packed row; rotary positions count
                 from there.
         """
-        self.own: list[ContextKV] = []
+        self.own: list[KV] = []
         self._drafter, self._h_BND, self._context = drafter, h_BND, context
         self._visible_BNL = context_visible(first_BN, context.keys.shape[2], starts_BN)
         self._positions_BN = first_BN if starts_BN is None else first_BN - starts_BN
@@ -242,7 +242,7 @@ class Unroll:
 
 
 @torch.no_grad()
-def start_from_target(drafter: Eagle3Drafter, target: FrozenTarget) -> None:
+def start_eagle3_from_target(drafter: Eagle3Drafter, target: FrozenTarget) -> None:
     """Copy what fits from the target: its last layer, in which features become predictions.
 
     `fc` starts as the mean of the taps and the final norm as the target's. Queries, keys and values

@@ -1,7 +1,8 @@
-"""The norm of the drafter's layers, with a backward pass that keeps its input alone."""
+"""What all drafters' layers are made of: norm and rotation, whose backward passes keep little."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,13 +71,44 @@ def rope_frequencies(dims: LayerDims) -> tuple[Tensor, float]:
     return 1.0 / dims.rope_parameters["rope_theta"] ** exponents, 1.0
 
 
-def rope_at(
-    frequencies: Tensor, scale: float, positions: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of positions `[B, ...]`, each `[B, 1, ..., E]`; the angles are float32."""
-    angles = positions.unsqueeze(1).unsqueeze(-1).float() * frequencies.to(positions.device)
-    angles = torch.cat([angles, angles], dim=-1)
-    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+class Rotary(nn.Module):
+    """The angles of a drafter's rotary position embedding.
+
+    The frequencies lie beside the weights, so that no call copies them from the host, and are not
+    part of a state dict: they follow from the dimensions.
+    """
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, dims: LayerDims) -> None:
+        super().__init__()
+        frequencies, self.scale = rope_frequencies(dims)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        exact = self.inverse_frequencies
+        super()._apply(fn, recurse)
+        # A cast of the module moves them, and must not round them: at position 30,000 a bfloat16
+        # frequency is off by many turns.
+        self.inverse_frequencies = exact.to(self.inverse_frequencies.device)
+        return self
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of positions `[B, ...]`, each `[B, 1, ..., E]`; angles are float32."""
+        angles = positions.unsqueeze(1).unsqueeze(-1).float() * self.inverse_frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def in_compute_type(x: Tensor, weight: Tensor) -> Tensor:
+    """`x` in a type that a product with `weight` takes.
+
+    The target may compute in another type than the drafter. Under autocast the product casts both
+    sides itself; without it nothing does.
+    """
+    if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(weight.dtype)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

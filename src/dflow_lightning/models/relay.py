@@ -15,7 +15,6 @@ from torch.nn.functional import linear
 
 from dflow_lightning.errors import InputError
 
-Layout = Literal["anchor_first", "shifted"]
 Terms = Literal["both", "scale", "shift"]
 TERMS = get_args(Terms)
 
@@ -52,39 +51,33 @@ class RelayConfig:
         """The relay of a drafter of this width, untrained."""
         width = self.hidden_size or 2 * hidden_size
         return Relay(
-            hidden_size, width, norm_eps,
-            normalize_boundary=self.normalize_boundary, terms=self.terms,
+            hidden_size, width, norm_eps, normalize_boundary=self.normalize_boundary,
+            terms=self.terms, first_rejected=self.first_rejected,
         )  # fmt: skip
 
 
 def relay_rows(
-    num_accepted: Tensor,
-    block_size: int,
-    *,
-    first_rejected: bool = True,
-    layout: Layout = "anchor_first",
+    num_accepted: Tensor, block_size: int, *, first_rejected: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Which verify row each slot of the next block reads, and whether it may: both `[..., K]`.
+    """Which verified row each slot of the next block reads, and whether it may: both `[..., K]`.
 
-    A row goes to the slot that predicts the position the row predicts. With the anchor first (K-1
-    drafts, K verified rows) slot j reads row a+j, valid while a+j <= K-1. In the shifted layout
-    (slot k predicts the position after its own; K drafts, K+1 verified rows) slot j reads row
-    a+1+j, valid while a+1+j <= K; there the row of the first rejected token meets slot 0, whose
-    input is the clean bonus token, and is never used. Slot 0 is never relayed.
+    A row goes to the slot that predicts the position the row predicts: slot j reads row a+j, which
+    exists while a+j <= K-1. Slot 0 holds the bonus token, which is clean, and reads none.
     """
     slots = torch.arange(block_size, device=num_accepted.device)
-    last_row = block_size - 1 if layout == "anchor_first" else block_size
-    rows = num_accepted.unsqueeze(-1) + slots + (0 if layout == "anchor_first" else 1)
-    first_slot = 1 if first_rejected or layout == "shifted" else 2
-    valid = (rows <= last_row) & (slots >= first_slot)
-    return rows.clamp(max=last_row), valid
+    # Row j stands at S+j, reads draft j and predicts S+j+1. The next anchor is S' = S+a+1, so slot
+    # j of the next block predicts S'+j = S+(a+j)+1: the position that row a+j predicts.
+    rows = num_accepted.unsqueeze(-1) + slots
+    # Row a+1 read the first rejected draft itself; the paper's literal text begins one row later.
+    valid = (rows < block_size) & (slots >= (1 if first_rejected else 2))
+    # Clamped, not dropped: shapes must not depend on how many drafts were accepted.
+    return rows.clamp(max=block_size - 1), valid
 
 
 def align(
-    features: Tensor, num_accepted: Tensor, block_size: int, *, first_rejected: bool = True,
-    layout: Layout = "anchor_first",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Move the verify rows of a block to the slots of the next one.
+    features: Tensor, num_accepted: Tensor, block_size: int, *, first_rejected: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Move the verified rows of a block to the slots of the next one.
 
     Args:
         features: one vector per verified row, `[..., R, D]`.
@@ -93,14 +86,23 @@ def align(
     Returns:
         `[..., K, D]` (arbitrary values where invalid) and the validity per slot, `[..., K]`.
     """
-    rows, valid = relay_rows(num_accepted, block_size, first_rejected=first_rejected, layout=layout)
+    rows, valid = relay_rows(num_accepted, block_size, first_rejected=first_rejected)
     index = rows.unsqueeze(-1).expand(*rows.shape, features.shape[-1])
     return features.gather(-2, index), valid
 
 
 @dataclass(frozen=True)
-class RelayInput:
-    """What the relay gets for a set of blocks: `h` is `hidden_norm(fc(taps))` of aligned rows."""
+class ProjectedRows:
+    """Rows of the rejected suffixes, aligned to the slots of the next blocks and projected.
+
+    Relay and carryover both read them.
+
+    Args:
+        h_BNKD: `hidden_norm(fc(taps))` of each slot's row.
+        valid_BNK: whether a slot has a row.
+        bonus_BN: the token that the target put in place of the rejected draft.
+        rejected_BN: the first rejected draft.
+    """
 
     h_BNKD: Tensor
     valid_BNK: Tensor
@@ -130,8 +132,15 @@ class Relay(nn.Module):
         *,
         normalize_boundary: bool = True,
         terms: Terms = "both",
+        first_rejected: bool = True,
     ) -> None:
+        """
+        Args:
+            relay_hidden_size: width of the hidden layer.
+            first_rejected: whether slot 1 gets the row of the first rejected token.
+        """
         super().__init__()
+        self.first_rejected = first_rejected
         self.hidden_size = relay_hidden_size
         self.normalize_boundary = normalize_boundary
         self.terms: Terms = terms

@@ -67,9 +67,9 @@ def run(args: Sequence[str]) -> int:
         plan.refuse_what_does_not_fit(recipe.gpu_memory)
         print("\n".join([*work(plan), *steps(plan), *answers(plan), *hours(plan), *disk(plan)]))
         if recipe.measure:
-            from dflow_lightning.plan.measure import measured
+            from dflow_lightning.plan.measure import measured_lines
 
-            print("\n".join(["", *measured(plan)]))
+            print("\n".join(["", *measured_lines(plan)]))
     return 0
 
 

@@ -7,7 +7,6 @@ what is resident, which counts the libraries as well.
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +20,13 @@ from dflow_lightning.plan.work import Work
 from dflow_lightning.tensors.loss import LossConfig
 from dflow_lightning.training.module import DrafterModule, TargetConfig
 from dflow_lightning.training.optimizer import OptimizerConfig
-from dflow_lightning.training.rollout import Rollout
+from dflow_lightning.training.precision import ComputePrecision
+from dflow_lightning.training.step_inputs import RolloutConfig
 
-STEPS = 2
-TYPES = {"bf16": torch.bfloat16, "16": torch.float16}
+TIMED_STEPS = 2
 
 
-def measured(plan: Plan) -> list[str]:
+def measured_lines(plan: Plan) -> list[str]:
     """Run the steps; returns the lines of the table."""
     alone = replace(plan, gpus=1, sharding=Sharding(), shard_target=False)
     gpu = torch.cuda.is_available() and plan.recipe.trainer.accelerator != "cpu"
@@ -40,7 +39,7 @@ def measured(plan: Plan) -> list[str]:
     weights = held(device)
     step = training_step(plan, module, device)
     seconds = []
-    for _ in range(STEPS):
+    for _ in range(TIMED_STEPS):
         reset_peak(device)
         began = time.perf_counter()
         step()
@@ -85,30 +84,18 @@ def build(plan: Plan, *more: str) -> DrafterModule:
 
 def training_step(plan: Plan, module: DrafterModule, device: torch.device) -> Callable[[], None]:
     """A whole step: clean forward, rollout, drafter, backward and optimizer."""
-    recipe, dims = plan.recipe, module.drafter.dims
+    recipe = plan.recipe
     shape = (plan.rows, recipe.data.max_length)
     ids = torch.randint(0, module.target.vocab_size, shape, device=device)
     batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(plan.rows))
     optimizer = torch.optim.AdamW(module.parameters(), lr=recipe.model.optimizer.lr)
-    rollout = recipe.rollout
-    rounds = Rollout(
-        module.target, module.drafter, module.relay, module.relay_config.first_rejected,
-        rollout.mode, rollout.reference,
-    )  # fmt: skip
-    kind, _, mixed = str(recipe.trainer.precision or "32-true").partition("-")
-    dtype = TYPES.get(kind)
-    if dtype is not None and mixed == "true":
-        module.to(dtype)
-    autocast = mixed == "mixed" and dtype is not None
-    slots = rollout.num_anchors * dims.block_size if rollout.num_rounds else 0
+    rollout = RolloutConfig.of(recipe.rollout)
+    precision = ComputePrecision.named(recipe.trainer.precision)
+    module.to(precision.parameters)
 
     def step() -> None:
-        with torch.autocast(device.type, dtype) if autocast else nullcontext():
-            to_the_head = bool(rollout.num_rounds) and rollout.reference == "target"
-            inputs = module.begin_step(batch, extra_slots=slots, up_to_head=to_the_head)
-            if rollout.num_rounds:
-                rounds.extend(inputs, rollout.num_rounds, rollout.num_anchors)
-            loss, _ = module.objective(inputs)
+        with precision.autocast(device):
+            loss, _ = module.objective(module.step_inputs(batch, rollout))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -22,7 +22,7 @@ from torch import nn
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.relay import Relay
 from dflow_lightning.models.target import FrozenTarget
-from dflow_lightning.tensors.attention import choose
+from dflow_lightning.tensors.attention import formulation_for
 from dflow_lightning.tensors.loss import CHUNK_BYTES, blocks_within
 
 GIB = 2**30
@@ -259,7 +259,7 @@ class Plan:
         """The formulation of block attention that will run."""
         device = "cpu" if self.recipe.trainer.accelerator == "cpu" else "cuda"
         dtype = torch.float32 if self.precision.compute == 4 else torch.bfloat16
-        return choose(self.recipe.model.attention, 2, torch.device(device), dtype)
+        return formulation_for(self.recipe.model.attention, 2, torch.device(device), dtype)
 
     def activation_parts(self) -> dict[str, int]:
         """What the drafter, the relay and the loss keep for the backward pass.

@@ -159,7 +159,7 @@ class Guards(Callback):
     def _write(self, trainer: Trainer, tensor: str, names: list[str]) -> Culprit:
         """Write the batches of this process, and name the tensor."""
         rollout = next((c for c in trainer.callbacks if isinstance(c, OnlineRollout)), None)  # type: ignore[attr-defined]
-        rounds = 0 if rollout is None or rollout.waits(trainer) else rollout.num_rounds
+        rounds = 0 if rollout is None or rollout.waits(trainer) else rollout.config.num_rounds
         samples = [sample_names(trainer, batch.sample_ids) for batch in self._batches]
         content = {
             "step": trainer.global_step,

@@ -1,6 +1,5 @@
 """`dflow-train replay`: a step that was not finite once more, module by module."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from dflow_lightning.models.device import choose_device
 from dflow_lightning.tensors.loss import LossConfig
 from dflow_lightning.training.base import TrainingModule
 from dflow_lightning.training.module import DrafterModule
-from dflow_lightning.training.rollout import Rollout
+from dflow_lightning.training.precision import ComputePrecision
 from dflow_lightning.training.saved import load_trained, open_checkpoint, read_torch_file
-from dflow_lightning.training.step_inputs import StepInputs
+from dflow_lightning.training.step_inputs import RolloutConfig, StepInputs
 
 # Of a recipe's `model`: what a step depends on and a checkpoint does not hold.
 STEP_KEYS = ("loss", "num_anchors", "seed", "ttt_steps", "step_decay")
@@ -34,11 +33,11 @@ def replay_command(*, file: Path, target: str | None = None, device: str = "cpu"
     module.train()
     print(f"step {content['step']} of rank {content['rank']} of {content['world_size']}")
     print(f"not finite then: {listed_tensors(content['tensors'])}")
-    mixed = "bf16" in str(recipe["trainer"]["precision"])
-    precision = torch.autocast(chosen.type, torch.bfloat16) if mixed else nullcontext()
+    precision = ComputePrecision.named(recipe["trainer"]["precision"])
+    module.to(precision.parameters)
     for number, tensors in enumerate(content["batches"]):
         batch = Batch.from_tensors({name: tensor.to(chosen) for name, tensor in tensors.items()})
-        with precision:
+        with precision.autocast(chosen):
             lines = replay_batch(module, batch, content, recipe.get("rollout", {}))
         samples = ", ".join(content["samples"][number])
         print("\n".join([f"batch {number}: samples {samples}", *lines]))
@@ -83,7 +82,7 @@ def replay_batch(
     return [
         f"  weights        {listed(weights, len(list(module.parameters())))}",
         f"  target taps    {'finite' if is_finite(inputs.taps_BSC) else 'NOT finite'}, "
-        f"largest {largest(inputs.taps_BSC):.3g}",
+        f"largest {largest_value(inputs.taps_BSC):.3g}",
         f"  first output   {bad.found or 'all finite'}",
         f"  loss           {loss.item():.4g}; by round {', '.join(f'{x:.4g}' for x in losses)}",
         f"  gradients      {listed(broken, len(gradients))}",
@@ -95,19 +94,10 @@ def begin(
 ) -> StepInputs:
     """What the step fed the drafter, rounds of its rollout included."""
     step, rounds = content["step"], content["rounds"]
-    if not (rounds and isinstance(module, DrafterModule)):
-        return module.begin_step(batch, step=step)
-    inputs = module.begin_step(
-        batch,
-        extra_slots=rollout["num_anchors"] * module.drafter.dims.block_size,
-        up_to_head=rollout["reference"] == "target",
-        step=step,
-    )
-    Rollout(
-        module.target, module.drafter, module.relay, module.relay_config.first_rejected,
-        rollout["mode"], rollout["reference"],
-    ).extend(inputs, rounds, rollout["num_anchors"])  # fmt: skip
-    return inputs
+    if not rounds:  # of EAGLE-3, of DFlash, or before the first rollout
+        return module.step_inputs(batch, step=step)
+    config = RolloutConfig.of(rollout | {"num_rounds": rounds})
+    return module.step_inputs(batch, config, step=step)
 
 
 class FirstBad:
@@ -131,7 +121,7 @@ class FirstBad:
     def _hook(self, name: str) -> Any:
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:
             if not self.found and not all(is_finite(one) for one in tensors_in(output)):
-                sizes = [largest(one) for one in tensors_in(inputs)]
+                sizes = [largest_value(one) for one in tensors_in(inputs)]
                 self.found = f"{name} is NOT finite; its largest input {max(sizes, default=0):.3g}"
 
         return hook
@@ -148,7 +138,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def largest(tensor: Tensor) -> float:
+def largest_value(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 

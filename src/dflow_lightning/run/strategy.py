@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 from torch import Tensor, nn
 
 from dflow_lightning.errors import InputError
+from dflow_lightning.training.precision import ComputePrecision
 
 PRECISIONS = ("32-true", "bf16-mixed")
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter, beside its step count
@@ -47,8 +48,7 @@ class ZeroPrecision(DeepSpeedPrecision):
     def forward_context(self) -> Iterator[None]:
         """Autocast where the run is mixed; rollouts and validation use it too."""
         device = self.strategy.root_device.type
-        mixed = self.precision == "bf16-mixed"
-        with torch.autocast(device, torch.bfloat16, enabled=mixed, cache_enabled=False):
+        with ComputePrecision.named(self.precision).autocast(device, cache_enabled=False):
             yield
 
 
@@ -158,10 +158,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         """The engine's settings; autocast stands in place of DeepSpeed's bf16 mode."""
         self._format_batch_size_and_grad_accum_config()
         assert isinstance(self.config, dict)
-        if self.precision_plugin.precision == "bf16-mixed":
+        precision = ComputePrecision.named(self.precision_plugin.precision)
+        if precision.mixed:
             self.config["torch_autocast"] = {
                 "enabled": True,
-                "dtype": "bfloat16",
+                "dtype": str(precision.compute).removeprefix("torch."),
                 "lower_precision_safe_modules": [],  # gradients travel in float32
             }
 

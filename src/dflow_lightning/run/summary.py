@@ -67,7 +67,7 @@ def method(trainer: Trainer, module: Any) -> str:
         return f"{name}, with carryover: rejected rows stay in the drafter's context for a round"
     if relay:
         return f"{name}: the drafter also reads the target's hidden states of rejected drafts"
-    rolled = bool((callback := _callback(trainer, OnlineRollout)) and callback.num_rounds)
+    rolled = bool((callback := _callback(trainer, OnlineRollout)) and callback.config.num_rounds)
     return f"{name} with self-conditioning: rollout rounds, no relay" if rolled else name
 
 
@@ -107,9 +107,10 @@ def rollout(trainer: Trainer, module: Any) -> str:
     if anchors is None or callback is None:
         return ""
     blocks = f"{plural(anchors, 'block')} a row"
-    if not callback.num_rounds:
+    config = callback.config
+    if not config.num_rounds:
         return f"none; {blocks}"
-    text = f"{plural(callback.num_rounds, 'round')}, {callback.mode}, of {callback.num_anchors}"
+    text = f"{plural(config.num_rounds, 'round')}, {config.mode}, of {config.num_anchors}"
     text += f" of the {blocks}"
     return text + (f", after {callback.start:.0%} of the run" if callback.start else "")
 

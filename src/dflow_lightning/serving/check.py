@@ -54,7 +54,7 @@ def own_counts(
     block = decoder.drafter.dims.block_size
     longest = max(map(len, answers)) + block
     completions = decoder.generate(
-        list(prompts), max_new_tokens=longest, relay=relay, stop_token_ids=(),
+        list(prompts), max_new_tokens=longest, use_rejected=relay, stop_token_ids=(),
         batch_size=batch_size,
     )  # fmt: skip
     rounds = accepted = 0

@@ -52,7 +52,7 @@ def position_uniforms(seed: int, length: int, columns: int = 1) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class TokenSampling:
     """How each request turns logits into probabilities, `[R]` each.
 
     Args:
@@ -66,7 +66,7 @@ class Sampling:
     top_p_R: Tensor
 
 
-def probabilities(logits_RQV: Tensor, sampling: Sampling, *, filtered: bool = True) -> Tensor:
+def probabilities(logits_RQV: Tensor, sampling: TokenSampling, *, filtered: bool = True) -> Tensor:
     """The distribution a token is drawn from, float64 `[R, Q, V]`; greedy requests have one token.
 
     The order is temperature, top-k, top-p, as in vLLM; tokens that tie with the last kept one are
@@ -84,7 +84,7 @@ def probabilities(logits_RQV: Tensor, sampling: Sampling, *, filtered: bool = Tr
     return torch.where(temperature_R11 > 0, scaled_RQV.softmax(-1), one_hot_RQV)
 
 
-def _filter(scaled_RQV: Tensor, sampling: Sampling) -> Tensor:
+def _filter(scaled_RQV: Tensor, sampling: TokenSampling) -> Tensor:
     """Minus infinity where top-k or top-p drops a token."""
     vocabulary = scaled_RQV.shape[-1]
     sorted_RQV = scaled_RQV.sort(dim=-1, descending=True).values
@@ -111,7 +111,7 @@ def draw(probabilities_V: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def choose(
-    logits_RQV: Tensor, sampling: Sampling, uniforms_RQ: Tensor, *, filtered: bool = True
+    logits_RQV: Tensor, sampling: TokenSampling, uniforms_RQ: Tensor, *, filtered: bool = True
 ) -> Tensor:
     """The target's token for each row, `[R, Q]`: the argmax, or a sample at its temperature.
 

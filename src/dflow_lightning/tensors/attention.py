@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.tensors.attention_flex import flex_blocks
+from dflow_lightning.tensors.attention_flex import Variant, flex_blocks, variant_of
+from dflow_lightning.tensors.blocks import KV, BlockView
 
-Backend = Literal["auto", "dense", "split", "flex"]
+AttentionBackend = Literal["auto", "dense", "split", "flex"]
+Formulation = Literal["dense", "split", "flex"]
 DENSE_MASK_LIMIT = 2**30  # bytes
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -29,20 +31,15 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def block_attention(
-    q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor,
-    anchors_BN: Tensor, backend: Backend = "auto", starts_BN: Tensor | None = None,
-    carried_BNJ: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, own: KV, context: KV, view: BlockView, formulation: Formulation
+) -> Tensor:
     """Attend from each block to `context < anchor` and to the block itself, non-causally.
 
     Args:
         q: `[B, H, N, K, E]`.
-        k_block, v_block: `[B, G, N, K, E]`; of carried rows J more behind each block's own.
-        k_context, v_context: `[B, G, L, E]`; column l holds absolute position l.
-        anchors_BN: context length of each block: position l is visible when l < anchor, strictly,
-            because the feature at the anchor does not exist yet when the block is drafted.
-        starts_BN: first visible position of each block, where a row holds several documents.
-        carried_BNJ: whether a block sees each of its carried rows, which no other block sees.
+        own: each block's, `[B, G, N, K, E]`; of carried rows J more behind its slots.
+        context: `[B, G, L, E]`; column l holds absolute position l.
+        formulation: from `formulation_for`.
 
     Returns:
         `[B, H, N, K, E]`.
@@ -50,17 +47,13 @@ def block_attention(
     Raises:
         InputError: `dense` would need a mask above 1 GiB.
     """
-    backend = choose(backend, q.shape[2], q.device, q.dtype)
-    if backend == "flex":
-        found = _flex(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ)
-        if found is not None:
-            return found
-    group = q.shape[1] // k_block.shape[1]
-    k_block, v_block, k_context, v_context = (
-        t.repeat_interleave(group, dim=1) for t in (k_block, v_block, k_context, v_context)
-    )
-    attend = _split if backend == "split" else _dense
-    return attend(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ)
+    if formulation == "flex":
+        attended = FLEX(q, own, context, view)
+        if attended is not None:
+            return attended
+    group = q.shape[1] // own.keys.shape[1]
+    own, context = own.for_all_heads(group), context.for_all_heads(group)
+    return (_split if formulation == "split" else _dense)(q, own, context, view)
 
 
 def own_visible(carried_BNJ: Tensor, block_size: int) -> Tensor:
@@ -69,9 +62,9 @@ def own_visible(carried_BNJ: Tensor, block_size: int) -> Tensor:
     return torch.cat([slots_BNK, carried_BNJ], dim=-1)
 
 
-def choose(
-    backend: Backend, num_blocks: int, device: torch.device, dtype: torch.dtype
-) -> Literal["dense", "split", "flex"]:
+def formulation_for(
+    backend: AttentionBackend, num_blocks: int, device: torch.device, dtype: torch.dtype
+) -> Formulation:
     """What `auto` stands for: `flex` on a GPU, `split` on a CPU, `dense` for a single block.
 
     Raises:
@@ -91,28 +84,41 @@ def choose(
     return backend
 
 
-_flex_works = True
+class FlexAttention:
+    """flex_attention for whatever the GPU compiles, and a memory of what it does not.
 
+    A kernel that needs more shared memory than the GPU has, or one variant too many for the
+    compiler, must not end a training that a dense mask can go on with.
+    """
 
-def _flex(*arguments) -> Tensor | None:
-    """flex_attention, or None where its kernel does not fit the GPU; that is said once."""
-    global _flex_works
-    if not _flex_works:
-        return None
-    try:
-        return flex_blocks(*arguments)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if "out of resource" not in str(error).lower():
+    def __init__(self) -> None:
+        self._refused: set[Variant] = set()
+
+    def __call__(self, q: Tensor, own: KV, context: KV, view: BlockView) -> Tensor | None:
+        """As `block_attention`, or None where this variant does not run; that is said once."""
+        variant = variant_of(q, own, view)
+        if variant in self._refused:
+            return None
+        try:
+            return flex_blocks(q, own, context, view)
+        except torch.OutOfMemoryError:
             raise
-        _flex_works = False
-        warnings.warn(
-            f"flex_attention does not run on this GPU ({str(error).splitlines()[0][:120]}); "
-            "attention goes on with a dense mask",
-            stacklevel=2,
-        )
-        return None
+        except Exception as error:
+            from torch._dynamo.exc import FailOnRecompileLimitHit  # the compiler loads slowly
+
+            limit = isinstance(error, FailOnRecompileLimitHit)
+            if not limit and "out of resource" not in str(error).lower():
+                raise
+            self._refused.add(variant)
+            warnings.warn(
+                f"flex_attention does not run on this GPU ({str(error).splitlines()[0][:120]}); "
+                "attention goes on with a dense mask",
+                stacklevel=2,
+            )
+            return None
+
+
+FLEX = FlexAttention()  # one a process, as the compiler's cache is
 
 
 def context_visible(anchors_BN: Tensor, length: int, starts_BN: Tensor | None = None) -> Tensor:
@@ -122,33 +128,34 @@ def context_visible(anchors_BN: Tensor, length: int, starts_BN: Tensor | None = 
     return visible_BNL if starts_BN is None else visible_BNL & (positions_L >= starts_BN[..., None])
 
 
-def _dense(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ) -> Tensor:
+def _dense(q: Tensor, own: KV, context: KV, view: BlockView) -> Tensor:
     B, _, N, K, _ = q.shape
-    own = k_block.shape[3]  # keys of a block's own
+    M = own.keys.shape[3]  # keys of a block's own
     if N > 1:
-        size = B * N * K * (k_context.shape[2] + N * own) * q.element_size()
+        size = B * N * K * (context.keys.shape[2] + N * M) * q.element_size()
         if size > DENSE_MASK_LIMIT:
             raise InputError(
                 f"model.attention is dense, and a mask of {B} x {N} blocks takes "
                 f"{size / 2**30:.1f} GiB; set it to auto, or lower model.num_anchors or "
                 "data.batch_size"
             )
-    context_BNL = context_visible(anchors_BN, k_context.shape[2], starts_BN)
-    own_NM = torch.eye(N, dtype=torch.bool, device=q.device).repeat_interleave(own, dim=1)
-    own_BNM = own_NM.expand(B, N, N * own)
-    if carried_BNJ is not None:
-        own_BNM = own_BNM & own_visible(carried_BNJ, K).flatten(1).unsqueeze(1)
+    context_BNL = context_visible(view.anchors_BN, context.keys.shape[2], view.starts_BN)
+    own_NM = torch.eye(N, dtype=torch.bool, device=q.device).repeat_interleave(M, dim=1)
+    own_BNM = own_NM.expand(B, N, N * M)
+    if view.carried_BNJ is not None:
+        own_BNM = own_BNM & own_visible(view.carried_BNJ, K).flatten(1).unsqueeze(1)
     visible = torch.cat([context_BNL, own_BNM], dim=-1)
     mask = visible.repeat_interleave(K, dim=1).unsqueeze(1)
-    keys = torch.cat([k_context, k_block.flatten(2, 3)], dim=2)
-    values = torch.cat([v_context, v_block.flatten(2, 3)], dim=2)
+    keys = torch.cat([context.keys, own.keys.flatten(2, 3)], dim=2)
+    values = torch.cat([context.values, own.values.flatten(2, 3)], dim=2)
     return scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=mask).view_as(q)
 
 
-def _split(q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ) -> Tensor:
-    return _SplitAttention.apply(
-        q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ
-    )
+def _split(q: Tensor, own: KV, context: KV, view: BlockView) -> Tensor:
+    return _SplitAttention.apply(  # takes tensors alone, one by one
+        q, own.keys, own.values, context.keys, context.values,
+        view.anchors_BN, view.starts_BN, view.carried_BNJ,
+    )  # fmt: skip
 
 
 class _SplitAttention(torch.autograd.Function):

@@ -2,7 +2,8 @@
 
 Keys are the context, padded to whole tiles, and then the blocks' own slots. Which tiles a tile of
 queries reads follows from the anchors by arithmetic, so no mask of queries by keys is ever made.
-One kernel is compiled for all lengths. torch runs flex_attention's backward pass on a GPU only.
+One kernel is compiled for all lengths of a variant. torch runs flex_attention's backward pass on a
+GPU only.
 
 Shapes: B batch, N blocks per sequence, K block size, L context length, H/G query/key heads, E head
 size, Q queries (N*K), T tile, U/W tiles of queries/keys.
@@ -12,56 +13,86 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from dflow_lightning.tensors.blocks import KV, BlockView
+
 TILE = 128
 
 
+class Variant(NamedTuple):
+    """What a kernel is compiled for; lengths and numbers of blocks are free."""
+
+    batch: int
+    heads: int
+    groups: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+    gradient: bool
+    carried: bool
+
+
+def variant_of(q: Tensor, own: KV, view: BlockView) -> Variant:
+    """The variant that these tensors need."""
+    B, H, _, K, E = q.shape
+    gradient = torch.is_grad_enabled() and q.requires_grad
+    carried = view.carried_BNJ is not None
+    return Variant(B, H, own.keys.shape[1], K, E, q.dtype, gradient, carried)
+
+
 def flex_blocks(
-    q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor,
-    anchors_BN: Tensor, starts_BN: Tensor | None, carried_BNJ: Tensor | None = None,
-    attend: Callable[..., Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, own: KV, context: KV, view: BlockView, attend: Callable[..., Tensor] | None = None
+) -> Tensor:
     """As `attention.block_attention`; grouped heads stay grouped.
 
     Args:
         attend: the kernel; by default flex_attention, compiled.
     """
     B, H, N, K, E = q.shape
-    context = _whole_tiles(k_context.shape[2])
+    length = _whole_tiles(context.keys.shape[2])
     queries = _whole_tiles(N * K)
-    mask = tile_mask(anchors_BN, starts_BN, K, context, carried_BNJ)
-    owned = mask.seq_lengths[1] - context
+    mask = tile_mask(view, K, length)
+    owned = mask.seq_lengths[1] - length
     keys, values = (
-        torch.cat([_padded(of_context, context), _padded(own.flatten(2, 3), owned)], dim=2)
-        for of_context, own in ((k_context, k_block), (v_context, v_block))
+        torch.cat([_padded(of_context, length), _padded(of_blocks.flatten(2, 3), owned)], dim=2)
+        for of_context, of_blocks in ((context.keys, own.keys), (context.values, own.values))
     )
-    out = (attend or compiled())(
+    out = (attend or compiled_attention(variant_of(q, own, view)))(
         _padded(q.flatten(2, 3), queries), keys, values, block_mask=mask, enable_gqa=True
     )
     return out[:, :, : N * K].reshape(B, H, N, K, E)
 
 
 @cache
-def compiled() -> Callable[..., Tensor]:
-    """flex_attention, compiled once for all shapes: with and without gradient are two kernels."""
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+def compiled_attention(variant: Variant) -> Callable[..., Tensor]:
+    """flex_attention compiled for a variant, once for all lengths.
+
+    The compiler counts recompilations by code object, and gives up at the ninth. A copy of the code
+    has a count of its own, so that a process may train as many variants as it likes.
+    """
+    own = FunctionType(_attend.__code__.replace(), _attend.__globals__, _attend.__name__)
+    return torch.compile(own, dynamic=True, fullgraph=True)
 
 
-def tile_mask(
-    anchors_BN: Tensor, starts_BN: Tensor | None, block_size: int, context: int,
-    carried_BNJ: Tensor | None = None,
-) -> BlockMask:  # fmt: skip
+def _attend(q, keys, values, block_mask, enable_gqa):
+    return flex_attention(q, keys, values, block_mask=block_mask, enable_gqa=enable_gqa)
+
+
+def tile_mask(view: BlockView, block_size: int, context: int) -> BlockMask:
     """Which tiles are read whole, in part or not at all, and who sees what inside a tile.
 
     Args:
-        context: context length in whole tiles; a block's own slots stand behind it.
-        carried_BNJ: which of its carried rows a block sees; they stand behind its slots.
+        context: context length in whole tiles; a block's own slots stand behind it, and carried
+            rows behind those.
     """
+    anchors_BN, starts_BN, carried_BNJ = view.anchors_BN, view.starts_BN, view.carried_BNJ
     N = anchors_BN.shape[1]
     own = block_size + (0 if carried_BNJ is None else carried_BNJ.shape[2])  # keys of a block
     Q = _whole_tiles(N * block_size)

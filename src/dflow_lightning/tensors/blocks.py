@@ -5,7 +5,8 @@ token at its own position, `anchor + k`. Everything is at absolute positions of 
 is packed from several documents, a block belongs to one of them and knows its span: nothing outside
 it is seen, asked or counted, and rotary positions count from its start.
 
-Shapes: B batch, S sequence, N blocks per sequence, K block size, J = K-1 drafts, D hidden.
+Shapes: B batch, S sequence, N blocks per sequence, K block size, J = K-1 drafts, D hidden,
+L context length, G key/value heads, E head size.
 """
 
 from __future__ import annotations
@@ -53,6 +54,34 @@ class Anchors:
         """The first `count` blocks. Anchors are in random order, so this is a random subset."""
         parts = (self.positions_BN, self.valid_BN, self.starts_BN, self.ends_BN)
         return Anchors(*(None if part is None else part[:, :count] for part in parts))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class KV:
+    """Keys and values of one layer: of context rows, `[B, G, L, E]`, or of blocks' own."""
+
+    keys: Tensor
+    values: Tensor
+
+    def for_all_heads(self, group: int) -> KV:
+        """Repeated, so that each of a group's query heads has keys and values of its own."""
+        return KV(*(t.repeat_interleave(group, dim=1) for t in (self.keys, self.values)))
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """What each block sees beside its own slots.
+
+    Args:
+        anchors_BN: context position l is visible when l < anchor, strictly, because the feature at
+            the anchor does not exist yet when the block is drafted.
+        starts_BN: first visible position of each block, where a row holds several documents.
+        carried_BNJ: whether a block sees each of its carried rows, which no other block sees.
+    """
+
+    anchors_BN: Tensor
+    starts_BN: Tensor | None = None
+    carried_BNJ: Tensor | None = None
 
 
 def draw_anchors(

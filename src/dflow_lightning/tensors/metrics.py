@@ -55,15 +55,3 @@ def acceptance_summary(
     drafts = total / rounds if rounds else 0.0
     per_request = sum(means) / len(means) if means else 0.0
     return AcceptanceSummary(drafts + 1, per_request + 1, drafts, reached, histogram, rounds, joint)
-
-
-def acceptance_after(joint_histogram: Sequence[Sequence[int]]) -> list[list[float | None]]:
-    """`P(a >= j)` for j = 1..K-1 by the accepted drafts of the round before, `[K][K-1]`.
-
-    None where no round followed such a one.
-    """
-    shares: list[list[float | None]] = []
-    for counts in joint_histogram:
-        rounds = sum(counts)
-        shares.append([sum(counts[j:]) / rounds if rounds else None for j in range(1, len(counts))])
-    return shares

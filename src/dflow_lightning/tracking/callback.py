@@ -92,6 +92,8 @@ class Tracking(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._meters = Meters()
+        if self.logger is not None:
+            self._meters.watch_rollouts(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
+from dflow_lightning.stopwatch import Stopwatch
 from dflow_lightning.training.rollout import OnlineRollout
 
 
@@ -32,6 +33,13 @@ class Meters:
         """Restart the clock after a pause."""
         self._since = time.perf_counter()
 
+    @staticmethod
+    def watch_rollouts(trainer: Trainer) -> None:
+        """From here on the rollouts of a training are timed, for `take` to read."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, OnlineRollout):
+                callback.watch = Stopwatch()
+
     def count(self, tokens: int) -> None:
         """Add a batch of `tokens` tokens on all processes together."""
         now = time.perf_counter()
@@ -43,8 +51,8 @@ class Meters:
         for number, one in enumerate(rounds[1:], start=1):
             live_BN = one.anchors.valid_BN
             self._rows[f"train/live_blocks_round{number}"] = live_BN.sum() / max(1, live_BN.numel())
-            if one.relay is not None:
-                rows = one.relay.valid_BNK.sum() / live_BN.sum().clamp(min=1)
+            if one.rejected is not None:
+                rows = one.rejected.valid_BNK.sum() / live_BN.sum().clamp(min=1)
                 self._rows[f"train/relay_rows_round{number}"] = rows
 
     def take(self, trainer: Trainer) -> dict[str, float]:
@@ -56,7 +64,8 @@ class Meters:
                 "system/step_seconds": self._seconds / self._steps,
             }
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, OnlineRollout) and (lap := callback.watch.take()) is not None:
+            watch = callback.watch if isinstance(callback, OnlineRollout) else None
+            if watch is not None and (lap := watch.take()) is not None:
                 numbers["system/rollout_seconds"] = lap
         self._steps = self._tokens = 0
         self._seconds = 0.0

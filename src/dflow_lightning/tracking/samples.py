@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from dflow_lightning.html import page
-from dflow_lightning.training.validation import Decoded, Measured
+from dflow_lightning.training.validation import DecodedPrompt, Measured
 
 SHOWN = 6  # prompts
 PROMPT_TOKENS = 120  # of a longer prompt only the end is shown
@@ -77,7 +77,7 @@ def legend(measured: Measured) -> str:
     )
 
 
-def answer(tokenizer: Any, row: Decoded, name: str) -> str:
+def answer(tokenizer: Any, row: DecodedPrompt, name: str) -> str:
     """One answer, cut into its rounds."""
     rounds = len(row.accepted)
     tau = sum(row.accepted) / rounds + 1 if rounds else 1.0

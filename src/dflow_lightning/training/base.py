@@ -16,7 +16,7 @@ from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.tensors.blocks import Anchors, draw_anchors
 from dflow_lightning.tensors.loss import LossWindow
 from dflow_lightning.training.optimizer import OptimizerConfig
-from dflow_lightning.training.step_inputs import StepInputs
+from dflow_lightning.training.step_inputs import RolloutConfig, StepInputs
 
 CHECKPOINT_KEY = "dflow"
 Method = Literal["block", "eagle3"]  # what `dflow-train fit --method` names
@@ -66,8 +66,21 @@ class TrainingModule(LightningModule):
         self._held_out = LossWindow()  # those of a validation or a test
 
     def begin_step(self, batch: Batch, *, step: int | None = None) -> StepInputs:
-        """All that is known before the drafter runs; anchors are those of the given step."""
+        """Clean features and the mask round; anchors are those of the given step."""
         raise NotImplementedError
+
+    def step_inputs(
+        self, batch: Batch, rollout: RolloutConfig | None = None, *, step: int | None = None
+    ) -> StepInputs:
+        """All that a step feeds the drafter: the one construction of a training step.
+
+        Training, `plan --measure`, `replay` and `doctor` use it, so that they run the same step.
+
+        Args:
+            rollout: the rounds after the mask round, where the method has any.
+            step: whose anchors to draw; by default the trainer's, and 0 outside training.
+        """
+        return self.begin_step(batch, step=step)
 
     def draw(self, batch: Batch, step: int | None = None) -> Anchors:
         """The anchors of a step; by default the trainer's, and 0 outside training."""

@@ -34,7 +34,7 @@ from dflow_lightning.models.eagle3 import (
     Eagle3Dims,
     Eagle3Drafter,
     Unroll,
-    start_from_target,
+    start_eagle3_from_target,
 )
 from dflow_lightning.tensors.acceptance import leading_run
 from dflow_lightning.tensors.blocks import Anchors, gather_slots, rows_at, slot_labels
@@ -85,9 +85,9 @@ class Eagle3Module(TrainingModule):
         self.ttt_steps, self.step_decay = ttt_steps, step_decay
         self.drafter = Eagle3Drafter(Eagle3Dims.resolve(drafter, self.target))
         self.drafter.gradient_checkpointing = gradient_checkpointing
-        self.relay, self.first_rejected = None, True  # drafters of this kind have no relay
+        self.relay = None  # drafters of this kind have none
         if init == "target":
-            start_from_target(self.drafter, self.target)
+            start_eagle3_from_target(self.drafter, self.target)
         if init_from is not None:
             self._warm_start(Path(init_from))
         weights_T = step_decay ** torch.arange(ttt_steps, dtype=torch.float32)
@@ -131,7 +131,7 @@ class Eagle3Module(TrainingModule):
     def unroll(self, inputs: StepInputs) -> Tensor:
         """Hidden states of all steps of all blocks, ready for the target's head, `[B, N, T, D]`."""
         batch, anchors, dtype = inputs.batch, inputs.rounds[0].anchors, self.drafter.fc.weight.dtype
-        h_BSD = self.drafter.project(inputs.taps_BSC.to(dtype))
+        h_BSD = self.drafter.project(inputs.taps_BSC)
         next_ids_BS = batch.input_ids_BS.roll(-1, dims=1)  # the last one's pair is never seen
         embeds_BSD = self.target.embed(next_ids_BS).to(dtype)
         context = self.drafter.context_kv(h_BSD, embeds_BSD, inputs.positions_BS)

@@ -22,9 +22,9 @@ from dflow_lightning.models.carryover import side_by_side
 from dflow_lightning.models.causal_head import CausalHeadConfig, corrected_losses
 from dflow_lightning.models.dims import HEAD, DrafterConfig, DrafterDims
 from dflow_lightning.models.drafter import Drafter, start_from_target
-from dflow_lightning.models.relay import Relay, RelayConfig, RelayInput
+from dflow_lightning.models.relay import ProjectedRows, Relay, RelayConfig
 from dflow_lightning.tensors.acceptance import leading_run
-from dflow_lightning.tensors.attention import Backend
+from dflow_lightning.tensors.attention import AttentionBackend
 from dflow_lightning.tensors.blocks import slot_labels, slot_positions
 from dflow_lightning.tensors.loss import (
     LossConfig,
@@ -35,7 +35,13 @@ from dflow_lightning.tensors.loss import (
 )
 from dflow_lightning.training.base import CHECKPOINT_KEY, TargetConfig, TrainingModule
 from dflow_lightning.training.optimizer import OptimizerConfig
-from dflow_lightning.training.step_inputs import Round, StepInputs, clean_forward
+from dflow_lightning.training.step_inputs import (
+    Rollout,
+    RolloutConfig,
+    Round,
+    StepInputs,
+    clean_forward,
+)
 
 
 class DrafterModule(TrainingModule):
@@ -54,7 +60,7 @@ class DrafterModule(TrainingModule):
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
         num_anchors: int = 512,
         gradient_checkpointing: bool = False,
-        attention: Backend = "auto",
+        attention: AttentionBackend = "auto",
         seed: int = 0,
         init: Literal["target", "random"] = "target",
         init_from: str | None = None,
@@ -93,6 +99,8 @@ class DrafterModule(TrainingModule):
                 "loss.kind is kl but causal_head.enabled is true, whose loss is a cross-entropy; "
                 "set loss.kind to cross_entropy or dpace, or causal_head.enabled to false"
             )
+        if self.drafter.carryover is not None:
+            self.drafter.carryover.first_rejected = relay.first_rejected
         if init_from is not None:
             self._warm_start(Path(init_from))
         self.prepared: StepInputs | None = None  # the next step's inputs, if a rollout made them
@@ -121,9 +129,29 @@ class DrafterModule(TrainingModule):
         inputs.rounds.append(Round(self.draw(batch, step)))
         return inputs
 
+    def step_inputs(
+        self, batch: Batch, rollout: RolloutConfig | None = None, *, step: int | None = None
+    ) -> StepInputs:
+        """All that a step feeds the drafter: clean features, mask round and rollout rounds."""
+        if rollout is None or not rollout.num_rounds:
+            return self.begin_step(batch, step=step)
+        inputs = self.begin_step(
+            batch,
+            extra_slots=rollout.slots(self.drafter.dims.block_size),
+            up_to_head=rollout.up_to_head,
+            step=step,
+        )
+        self.rollout(rollout).extend(inputs)
+        return inputs
+
+    def rollout(self, config: RolloutConfig) -> Rollout:
+        """What makes rollout rounds with the current weights."""
+        drafter, relay = self.drafting_models()
+        return Rollout(target=self.target, drafter=drafter, relay=relay, config=config)
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss over the mask round and the rounds a rollout has made."""
-        inputs = self.prepared or self.begin_step(batch)
+        inputs = self.prepared or self.step_inputs(batch)
         self.prepared = None
         if self.drafter.causal_head is not None:
             total = int(self.trainer.estimated_stepping_batches)
@@ -153,7 +181,7 @@ class DrafterModule(TrainingModule):
         shares = [weight / n for weight, n in zip(round_weights, blocks, strict=True)]
         window = LossWindow() if window is None else window
         loss = window.add(sums_R4, totals_R4, sums_R4.new_tensor(shares))
-        if all(current.relay is None for current in inputs.rounds):
+        if all(current.rejected is None for current in inputs.rounds):
             loss = loss + 0.0 * self._idle(loss.dtype)
         # Data-parallel strategies average gradients, but the denominators are sums already.
         return (loss * self.trainer.world_size if self._trainer is not None else loss), totals_R4
@@ -165,7 +193,7 @@ class DrafterModule(TrainingModule):
         found = row_D.sum()
         if self.relay is not None:
             found = found + self.relay(row_D.unsqueeze(0), row_D, row_D, valid).sum()
-        empty = RelayInput(row_D.expand(2, -1), valid.expand(2), row_D, row_D)
+        empty = ProjectedRows(row_D.expand(2, -1), valid.expand(2), row_D, row_D)
         if (carried := self.drafter.carry(empty)) is not None:
             found = found + carried.h_BNJD.sum()
         return found
@@ -232,7 +260,9 @@ class DrafterModule(TrainingModule):
             causal_head, hidden_BNJD, before_BNJD, labels_BNJ, self._head, size, share
         )
 
-    def round_inputs(self, batch: Batch, current: Round, rows: RelayInput | None = None) -> Tensor:
+    def round_inputs(
+        self, batch: Batch, current: Round, rows: ProjectedRows | None = None
+    ) -> Tensor:
         """Slot inputs of one round, with gradient through the relay."""
         detach = self.relay_config.detach_features
         return current.embed(batch, self.target, self.drafter, self.relay, detach=detach, rows=rows)
@@ -299,10 +329,8 @@ class DrafterModule(TrainingModule):
         names = [*shape, "rope_parameters"]
         pairs = {f"drafter.{name}": (getattr(ours, name), getattr(theirs, name)) for name in names}
         if self.relay is not None and loaded.relay is not None:
-            for name in ("hidden_size", "normalize_boundary", "terms"):
+            for name in ("hidden_size", "normalize_boundary", "terms", "first_rejected"):
                 pairs[f"relay.{name}"] = (getattr(self.relay, name), getattr(loaded.relay, name))
-            rejected = (self.relay_config.first_rejected, loaded.first_rejected)
-            pairs["relay.first_rejected"] = rejected
         if theirs.gru_hidden_dim is not None:  # its body alone has not learned to draft
             pairs["causal_head.enabled"] = (self.drafter.causal_head is not None, True)
             pairs |= {f"causal_head.{name}": (getattr(ours, name), getattr(theirs, name))
@@ -321,17 +349,10 @@ class DrafterModule(TrainingModule):
 
     # ---------------------------------------------------------------- use
 
-    @property
-    def first_rejected(self) -> bool:
-        """Whether the relay uses the row of the first rejected token."""
-        return self.relay_config.first_rejected
-
     def decoder(self) -> SpeculativeDecoder:
         """Real speculative decoding with the current weights."""
         drafter, relay = self.drafting_models()
-        return SpeculativeDecoder(
-            self.target, drafter, relay, first_rejected=self.relay_config.first_rejected
-        )
+        return SpeculativeDecoder(self.target, drafter, relay)
 
     def drafting_models(self) -> tuple[Drafter, Relay | None]:
         """Drafter and relay for work without gradient: no use of them waits for other processes.

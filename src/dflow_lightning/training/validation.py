@@ -19,7 +19,7 @@ DECODED_KEY = "decoded"  # of a checkpoint
 DRY_RUN_TOKENS = 8  # Lightning's sanity check decodes a little, so that a defect shows at once
 
 
-class Decoded(NamedTuple):
+class DecodedPrompt(NamedTuple):
     """One prompt's answer: accepted drafts of each round, and the tokens."""
 
     number: int
@@ -38,7 +38,7 @@ class Measured(NamedTuple):
 
     step: int
     prompts: "Sequence[Prompt]"
-    passes: dict[str, list[Decoded]]
+    passes: dict[str, list[DecodedPrompt]]
     metrics: dict[str, float]
 
 
@@ -89,8 +89,8 @@ class ValidationDecoding(Callback):
         decoder = module.decoder()
         modes = {"": True, "_relay_off": False} if decoder.keeps_rejected else {"": False}
         measured = Measured(trainer.global_step, prompts, {}, {})
-        for suffix, relay in modes.items():
-            decoded = self._decode(trainer, decoder, prompts, relay=relay, dry=dry)
+        for suffix, use_rejected in modes.items():
+            decoded = self._decode(trainer, decoder, prompts, use_rejected=use_rejected, dry=dry)
             if decoded is None:
                 return
             if not dry:
@@ -116,9 +116,9 @@ class ValidationDecoding(Callback):
         decoder: "SpeculativeDecoder",
         prompts: Sequence["Prompt"],
         *,
-        relay: bool,
+        use_rejected: bool,
         dry: bool,
-    ) -> list[Decoded] | None:
+    ) -> list[DecodedPrompt] | None:
         """Decodes this process's share and gathers everyone's; None if a process was interrupted.
 
         Each process decodes equally many prompts: a short share repeats prompts, and the gathered
@@ -130,7 +130,7 @@ class ValidationDecoding(Callback):
             world, rank = 1, 0
         share = math.ceil(len(prompts) / world)
         mine = [(rank + i * world) % len(prompts) for i in range(share)]
-        local: list[Decoded] = []
+        local: list[DecodedPrompt] = []
         interrupted = False
         for start in range(0, share, self.batch_size):
             # Processes of a sharded target must not part; they stop after decoding.
@@ -142,11 +142,11 @@ class ValidationDecoding(Callback):
                 max_new_tokens=DRY_RUN_TOKENS if dry else self.max_new_tokens,
                 temperature=self.temperature,
                 seeds=numbers,
-                relay=relay,
+                use_rejected=use_rejected,
                 batch_size=self.batch_size,
             )
             local += [
-                Decoded(i, prompts[i].family, completion.accepted, completion.token_ids)
+                DecodedPrompt(i, prompts[i].family, completion.accepted, completion.token_ids)
                 for i, completion in zip(numbers, completions, strict=True)
             ]
         mine_or_none = None if interrupted else local
@@ -160,7 +160,7 @@ class ValidationDecoding(Callback):
 
 
 def summarise(
-    decoded: Sequence[Decoded], num_draft_tokens: int, *, prefix: str, suffix: str
+    decoded: Sequence[DecodedPrompt], num_draft_tokens: int, *, prefix: str, suffix: str
 ) -> dict[str, float]:
     """The metrics of one pass: tau pooled and per family, acceptance of each position."""
     families: dict[str, list[list[int]]] = defaultdict(list)

@@ -57,7 +57,6 @@ def correction(
     verified: VerifiedBatch,
     block_size: int,
     *,
-    first_rejected: bool,
     norm: Callable[[Tensor], Tensor],
     embed: Callable[[Tensor], Tensor],
 ) -> Tensor:
@@ -69,7 +68,7 @@ def correction(
     """
     ends_R, num_rejected_R = verified.ends_R.long(), verified.num_rejected_R.long()
     rows_RK, valid_RK = rejected_rows(
-        ends_R, num_rejected_R, block_size, first_rejected=first_rejected
+        ends_R, num_rejected_R, block_size, first_rejected=relay.first_rejected
     )
     h_RKD = norm(verified.features(rows_RK.flatten())).view(*rows_RK.shape, -1)
     # With nothing rejected this is the last row, and no slot is valid.

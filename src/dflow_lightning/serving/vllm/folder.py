@@ -21,7 +21,6 @@ class FoundRelay:
 
     folder: Path
     relay: Relay
-    first_rejected: bool
 
 
 def local_folder(model: str, revision: str | None) -> Path | None:
@@ -65,11 +64,11 @@ def read_folder(folder: Path) -> FoundRelay | None:
         )
     if ours:
         integrity.check_files(folder)
-    relay, first_rejected = load_relay(folder, config, _hidden_size(folder, config))
+    relay = load_relay(folder, config, _hidden_size(folder, config))
     integrity.check_export_unchanged(folder, config)
     if relay is None:
         return None
-    return FoundRelay(folder, relay.eval().requires_grad_(False), first_rejected)
+    return FoundRelay(folder, relay.eval().requires_grad_(False))
 
 
 def _hidden_size(folder: Path, config: dict[str, Any]) -> int:

@@ -67,7 +67,6 @@ class RelayDFlashForCausalLM(DFlashQwen3ForCausalLM):
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
         weight = self.model.norm.weight
-        self.first_rejected = found.first_rejected
         object.__setattr__(self, "relay", found.relay.to(weight.device, weight.dtype))
         # Allocated once: what a CUDA graph captures is the buffer's address.
         self.model.register_buffer(
@@ -97,7 +96,6 @@ class RelayDFlashForCausalLM(DFlashQwen3ForCausalLM):
             self.relay,
             verified,
             block,
-            first_rejected=self.first_rejected,
             norm=self.model.hidden_norm,
             embed=self.model.embed_tokens,
         )
