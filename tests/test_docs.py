@@ -300,6 +300,14 @@ def test_links_lead_to_a_file(page: Path) -> None:
             assert (page.parent / path).exists(), f"{page}: {target}"
 
 
+def test_the_files_of_the_four_flows_exist() -> None:
+    flows = (ROOT / "docs/design.md").read_text().partition("### Four flows")[2]
+    rows = re.findall(r"^\| (`[^|]+) \|", flows.partition("\n## ")[0], re.MULTILINE)
+    files = [name for row in rows for name in re.findall(r"`([\w/]+)`", row)]
+    assert len(files) > 30
+    assert not [name for name in files if not (ROOT / f"src/dflow_lightning/{name}.py").exists()]
+
+
 @lru_cache
 def spoken(folder: Path) -> list[str]:
     """Every text in the source, with a NUL where a value is put in."""
