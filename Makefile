@@ -4,6 +4,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.installed
 PEERS  := .venv-interop
 VLLM   := .venv-vllm
+CUDA   := .venv-cuda
 RELEASE := .venv-release
 DEMO   := runs/demo
 TARGET := data/tiny-qwen3
@@ -63,6 +64,26 @@ compare-quick: env ## the same with one seed and few steps: does the harness wor
 
 distributed: env ## two CPU processes under DDP and ZeRO 1 to 3: equal losses, checkpoints, bf16 (some 10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/prove_distributed.py
+
+fake-cuda: env-cuda ## every recipe, method and precision on fake CUDA tensors: devices, dtypes, copies, memory (an hour)
+	OMP_NUM_THREADS=1 $(CUDA)/bin/python tests/fake_cuda/grid.py
+
+env-cuda: $(CUDA)/.installed ## create .venv-cuda, with a CUDA build of torch; no driver is needed (6 GB, a C compiler)
+
+# === leaves out local builds such as +cpu, which a find-links folder may hold.
+$(CUDA)/.installed: constraints/cpu.txt pyproject.toml tests/fake_cuda/driver.c
+	@test -x $(CUDA)/bin/python || $(PYTHON) -m venv $(CUDA)
+	@echo "Installing into $(CUDA) (some minutes the first time)"
+	@$(CUDA)/bin/python -m pip install -qq "$$(sed -n 's/^torch==/torch===/p' constraints/cpu.txt)"
+	@$(CUDA)/bin/python -m pip install -qq -c constraints/cpu.txt -e '.[dev]'
+	@$(CC) -shared -fPIC -Wl,-soname,libcuda.so.1 -o $(CUDA)/libcuda.so.1 tests/fake_cuda/driver.c
+	@touch $@
+
+precision: env ## two CPU processes: dtypes of the target by trainer.precision by strategy, fit to resume (10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/prove_distributed.py precision
+
+two-hosts: env ## two network namespaces as two machines under torchrun: losses, kill, resume (needs root, 5 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/two_hosts.py
 
 bench-throughput: env ## tokens/s of the shipped drafters with 1 to 32 requests in flight
 	$(BIN)/dflow-train bench --target $(TARGET) --suite tiny --temperature 0,1 \
@@ -177,4 +198,4 @@ docs-commands: env ## run every command of README and docs as it stands, in a fr
 
 clean: ## remove caches; keeps .venv and runs
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -3,10 +3,17 @@
 No kernel runs. Trainers are built as on that machine, and fake tensors may lie on its devices.
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import torch
+
+CUDA, META = 1, 14  # of c10::DeviceType
+HAS_BACKWARD = torch.version.cuda is not None  # and driver.c stands in for its driver
 
 
 @contextmanager
@@ -27,3 +34,41 @@ def gpus(count: int) -> Iterator[None]:
         for name, answer in answers.items():
             stack.enter_context(patch(name, return_value=answer))
         yield
+
+
+def allow_fake_devices() -> None:
+    """Let this process make fake tensors on `cuda:0`, whatever torch was built for.
+
+    A build without CUDA has no device guard for it, which every copy and every index asks for; the
+    guard of the meta device does nothing, and that is right for fake tensors. Devices need their
+    index, since that guard would answer a question for the current one with its own. Gradients go
+    through autograd's queue of the CPU: there is no thread of a device.
+    """
+    torch.autograd.set_multithreading_enabled(False)
+    if HAS_BACKWARD:
+        return
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
+    name = "_ZN3c104impl26device_guard_impl_registryE"
+    guards = (ctypes.c_void_p * (META + 1)).in_dll(library, name)
+    guards[CUDA] = guards[META]
+
+
+class Event:
+    """In place of `torch.cuda.Event`."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        """Nothing is timed."""
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing runs."""
+
+    def synchronize(self) -> None:
+        """Nothing runs."""
+
+    def query(self) -> bool:
+        """Whether all work before it is done."""
+        return True
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds."""
+        return 1.0

@@ -1,0 +1,295 @@
+"""Every recipe, method and precision on fake CUDA tensors: one line each.
+
+    python tests/fake_cuda/grid.py                    # the whole grid: `make fake-cuda`
+    python tests/fake_cuda/grid.py --quick --json F   # small shapes: what `make test` runs
+    python tests/fake_cuda/grid.py --only 8b          # cases whose name holds this
+
+`ok` is no error of device or dtype, no copy between host and device in a round of decoding, and a
+peak of memory within 15 % of `plan` (shapes of recipes alone: `plan` is for those). Training steps
+say how often they copy or wait. Exit status 1 when a case fails. In an environment with a CUDA
+build of torch (`make env-cuda`) the steps have their backward pass, and memory is compared.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[2]
+for folder in (ROOT / "src", ROOT / "tests"):
+    sys.path.insert(0, str(folder))
+
+import torch  # noqa: E402
+from fake_cuda.machine import HAS_BACKWARD, allow_fake_devices  # noqa: E402
+from fake_cuda.runs import GIB, Found, build, fake_run, planned, rounds, train_step  # noqa: E402
+from fake_cuda.targets import SHAPES, saved  # noqa: E402
+
+from dflow_lightning.decode.state import Models  # noqa: E402
+from dflow_lightning.tensors.blocks import slot_positions  # noqa: E402
+
+DRIVER = Path(sys.prefix) / "libcuda.so.1"  # of driver.c, by `make env-cuda`
+NEAR = 0.15  # of plan
+METHODS = {
+    "dflash": ["--model.relay.enabled=false", "--rollout.num_rounds=0"],
+    "dflash-sc": ["--model.relay.enabled=false", "--rollout.mode=off"],
+    "dflow": [],
+    "domino": ["--model.relay.enabled=false", "--rollout.num_rounds=0",
+               "--model.causal_head.enabled=true"],
+    "domino-dflow": ["--model.causal_head.enabled=true"],
+    "carryover": ["--model.drafter.carryover=true"],
+    "eagle3": [],
+}  # fmt: skip
+VARIANTS = {  # of DFlow at the smallest published shape
+    "32-true": ["--trainer.precision=32-true"],
+    "target in float32": ["--model.target.dtype=float32"],
+    "ddp": ["--trainer.strategy=ddp"],
+    "zero1": ["--trainer.strategy=zero1"],
+    "zero3": ["--trainer.strategy=zero3"],
+    "offload": ["--trainer.strategy=zero2_offload"],
+    "recomputed": ["--model.gradient_checkpointing=true"],
+    "kl": ["--model.loss.kind=kl"],
+    "dpace": ["--model.loss.kind=dpace", "--model.loss.gamma=null"],
+    "target's argmax": ["--rollout.reference=target"],
+    "teacher forced": ["--rollout.mode=teacher_forced"],
+    "clean features": ["--rollout.mode=clean_features"],
+    "detached": ["--model.relay.detach_features=true"],
+    "packed": ["--data.pack=true"],
+    "accumulated": ["--trainer.accumulate_grad_batches=2"],
+}
+SMALL = ["--model.num_anchors=24", "--rollout.num_anchors=6", "--data.max_length=96",
+         "--data.batch_size=2", "--model.drafter.num_layers=2"]  # fmt: skip
+QUICK_VARIANTS = ("32-true", "ddp", "zero3", "recomputed", "target's argmax", "packed")
+
+
+def copying(*args: Any, **kwargs: Any) -> Any:
+    """`slot_positions` with a tensor that comes from the host."""
+    return slot_positions(*args, **kwargs) + torch.zeros((), dtype=torch.long).to("cuda:0")
+
+
+# Faults that were there once: what is patched, by what, and what the table must then say.
+PLANTS: dict[str, tuple[str, Any, str]] = {
+    "no autocast in rollouts": (
+        "dflow_lightning.run.strategy.ZeroPrecision.forward_context",
+        lambda self: contextlib.nullcontext(), "torch.float32",
+    ),
+    "a copy in a round": ("dflow_lightning.decode.rounds.slot_positions", copying, "in a round"),
+}  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16)
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0},
+    "filtered": {"temperature": 1.0, "top_p": 0.9, "top_k": 50},
+    "rejection": {"temperature": 1.0, "acceptance": "rejection"},
+    "tree": {"tree_nodes": 32},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe with its overrides: a training step, then rounds by each of these rules."""
+
+    name: str
+    size: str
+    args: list[str]
+    rules: tuple[str, ...] = ()
+    plant: str | None = None  # a fault of PLANTS, which the case must show
+
+
+def recipe_of(method: str, size: str, folder: Path) -> list[str]:
+    """The DFlow recipe of a size with the method's overrides; EAGLE-3 has other settings."""
+    published = size if size != "small" else "1.7b"
+    if method != "eagle3":
+        recipe = ROOT / f"recipes/qwen3-{published}-dflow.yaml"
+        return [f"--config={recipe}", *METHODS[method]]
+    recipe = folder / "eagle3.yaml"
+    recipe.write_text(
+        "method: eagle3\n"
+        "model: {target: {path: unset}, drafter: {block_size: 16}, num_anchors: 512}\n"
+        "data: {train: unset, max_length: 3072, batch_size: 4}\n"
+        "trainer: {strategy: zero2, precision: bf16-mixed}\n"
+    )
+    return [f"--config={recipe}"]
+
+
+def cases(folder: Path, quick: bool) -> list[Case]:
+    """All of them; the quick ones are small."""
+    overlays = sorted((ROOT / "recipes/hardware").glob("*.yaml"))
+    gpu = [path for path in overlays if "cpu" not in path.stem]
+    last = f"--config={gpu[-1]}"
+    found = []
+    for size in ["small"] if quick else [size for size in SHAPES if size != "small"]:
+        for method in METHODS:
+            args = [*recipe_of(method, size, folder), last, *small_options(size, method)]
+            # A tree has no place in a causal head or an autoregressive drafter.
+            chain = method in ("domino", "domino-dflow", "eagle3")
+            rules = tuple(rule for rule in RULES if not (chain and rule == "tree"))
+            found.append(Case(f"{size} {method}", size, args, rules))
+    size = "small" if quick else "1.7b"
+    for name, options in VARIANTS.items():
+        if quick and name not in QUICK_VARIANTS:
+            continue
+        args = [*recipe_of("dflow", size, folder), last, *small_options(size, "dflow"), *options]
+        found.append(Case(f"{size} dflow, {name}", size, args))
+    for plant in PLANTS:
+        args = [*recipe_of("dflow", "small", folder), last, *small_options("small", "dflow")]
+        found.append(Case(f"planted: {plant}", "small", args, ("greedy",), plant))
+    if not quick:  # every recipe that is shipped, on every machine that it may name
+        for recipe in sorted((ROOT / "recipes").glob("qwen3-*.yaml")):
+            for overlay in gpu:
+                args = [f"--config={recipe}", f"--config={overlay}"]
+                size = recipe.stem.split("-")[1]
+                found.append(Case(f"{recipe.stem} on {overlay.stem}", size, args))
+    return found
+
+
+def small_options(size: str, method: str) -> list[str]:
+    """What makes a recipe small, as far as the method has it."""
+    if size != "small":
+        return []
+    absent = ("rollout", "num_layers") if method == "eagle3" else ()
+    return [option for option in SMALL if not any(name in option for name in absent)]
+
+
+def run(case: Case, config: Path, out: Path) -> list[tuple[str, Found]]:
+    """Lines of the table: the step, and one for each rule and dtype of the drafter."""
+    settings = [f"--model.target.path={config}", "--data.train=none.jsonl",
+                "--data.validation=null", "--data.test=null"]  # fmt: skip
+    args = [*case.args, *settings]
+    with fake_run(8) as watch, planted(case):
+        cli = build([*args, "--tracking.enabled=false", f"--run_dir={out}"])
+        packed = "--data.pack=true" in case.args
+        found = [(case.name, train_step(cli, watch, packed))]
+        for dtype in DTYPES if case.rules else ():
+            few = case.size == "small" and dtype == torch.float32
+            found += decode(case, cli, watch, dtype, case.rules[:1] if few else case.rules)
+    if HAS_BACKWARD and case.size != "small":
+        found[0][1].planned = planned(args, config)
+    return found
+
+
+def planted(case: Case) -> contextlib.AbstractContextManager[Any]:
+    """The case's fault, while it runs."""
+    if case.plant is None:
+        return contextlib.nullcontext()
+    name, fault, _ = PLANTS[case.plant]
+    return patch(name, fault)
+
+
+def decode(
+    case: Case, cli: Any, watch: Any, dtype: torch.dtype, rules: tuple[str, ...]
+) -> list[tuple[str, Found]]:
+    """These rules, drafter and relay in this dtype: float32 in validation, bfloat16 exported."""
+    module = cli.model.eval()
+    drafter = module.drafter.to(dtype)
+    relay = None if module.relay is None else module.relay.to(dtype)
+    models = Models(module.target, drafter, relay)
+    slots, length = (3, 128) if case.size == "small" else (8, 2048)
+    with torch.inference_mode():
+        return [
+            (f"{case.name}, {str(dtype)[6:]} {rule}",
+             rounds(models, watch, slots, length, **RULES[rule]))
+            for rule in rules
+        ]  # fmt: skip
+
+
+def verdict(found: Found, *, decodes: bool) -> str:
+    """Empty where all is well, or what is not."""
+    if decodes and found.copies:
+        return f"{sum(found.copies.values())} copies in a round"
+    if found.planned and abs(found.peak / found.planned - 1) > NEAR:
+        return f"peak {found.peak / found.planned - 1:+.0%} off plan"
+    return ""
+
+
+def line(name: str, found: Found | None, said: str) -> str:
+    """One line of the table."""
+    peak = planned_ = ratio = copies = "-"
+    if found is not None:
+        peak = f"{found.peak / GIB:.2f}" if found.peak else "-"
+        if found.planned:
+            planned_, ratio = f"{found.planned / GIB:.2f}", f"{found.peak / found.planned:.2f}"
+        copies = str(sum(found.copies.values()))
+    return f"{name:<58}{said or 'ok':<24}{peak:>8}{planned_:>8}{ratio:>7}{copies:>8}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--trace", action="store_true", help="whole tracebacks")
+    args = parser.parse_args()
+    if HAS_BACKWARD and "LD_PRELOAD" not in os.environ:
+        if not DRIVER.exists():
+            sys.exit(f"{DRIVER} is missing; make env-cuda builds it")
+        environment = os.environ | {"LD_PRELOAD": str(DRIVER)}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+    warnings.filterwarnings("ignore")
+    allow_fake_devices()
+    print(f"torch {torch.__version__}, {'with' if HAS_BACKWARD else 'without'} backward\n"
+          f"{'case':<58}{'':<24}{'GiB':>8}{'plan':>8}{'ratio':>7}{'copies':>8}")  # fmt: skip
+    lines, places, start = [], {}, time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for case in cases(folder, args.quick):
+            if args.only not in case.name:
+                continue
+            for label, found, said in results(case, folder, args.trace):
+                lines.append({"case": label, "failed": said} | (vars_of(found) if found else {}))
+                if found and not case.plant:
+                    places |= dict.fromkeys(found.copies, label)
+                print(line(label, found, said), flush=True)
+    print(f"\n{len(lines)} lines in {time.perf_counter() - start:.0f} s")
+    for (kind, place), label in sorted(places.items()):
+        print(f"  {kind:<20} {place:<40} e.g. {label}")
+    if args.json:
+        args.json.write_text(json.dumps(lines, indent=1))
+    failed = sum(bool(one["failed"]) for one in lines)
+    print(f"{len(lines) - failed} passed, {failed} failed")
+    return int(failed > 0 or not lines)
+
+
+def results(case: Case, folder: Path, trace: bool) -> list[tuple[str, Found | None, str]]:
+    """The lines of a case: its name, what was found and what is wrong with it."""
+    try:
+        found = run(case, saved(case.size, folder), folder / "run")
+        lines: list[tuple[str, Found | None, str]] = [
+            (label, one, verdict(one, decodes=label != case.name)) for label, one in found
+        ]
+    except Exception as error:
+        if trace:
+            traceback.print_exc()
+        lines = [(case.name, None, where(error))]
+    if case.plant is None:
+        return lines
+    seen = any(PLANTS[case.plant][2] in said for *_, said in lines)
+    return [(case.name, None, "" if seen else "the fault was not seen")]
+
+
+def vars_of(found: Found) -> dict[str, Any]:
+    """For JSON, whose keys are texts."""
+    copies = [[*key, count] for key, count in found.copies.items()]
+    return {"peak": found.peak, "planned": found.planned, "copies": copies}
+
+
+def where(error: Exception) -> str:
+    """The error, and the innermost line of the package that it passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "/dflow_lightning/" in f.filename]
+    place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}: " if ours else ""
+    return (
+        f"{place}{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
