@@ -1,11 +1,13 @@
-"""What distributed training promises, measured with two CPU processes: three tables.
+"""What distributed training promises, measured with two CPU processes: four tables.
 
-    python tests/prove_distributed.py equality checkpoints bf16
+    python tests/prove_distributed.py equality checkpoints bf16 precision
 
 equality     every strategy beside one process: losses of 20 steps, rollouts on, one process
              accepting every draft and the other none, micro-batches without any anchor
 checkpoints  `dflow-train fit` under every strategy, what its checkpoint holds, and its export
 bf16         500 steps of bf16-mixed, ZeRO-2 and gradient checkpointing at lr 6e-4, beside float32
+precision    every dtype of the target by every trainer.precision and strategy: fit, resume,
+             validate and test work with losses near float32's, or the run is refused at its start
 
 Exit status 1 when a promise is broken.
 """
@@ -19,6 +21,8 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,8 @@ TARGET = ROOT / "data/tiny-qwen3"
 STEPS = 20
 BF16_STEPS = 500
 LOG_EVERY = 5
+NEAR = 0.02  # losses of bfloat16 beside float32's
+USUAL = {"32-true": False, "bf16-mixed": False, "bf16-true": True}  # whether it may be refused
 TAIL = 100  # steps at the end whose mean logged loss is compared
 
 
@@ -140,6 +146,55 @@ def bf16() -> bool:
     return fine
 
 
+def precision() -> bool:
+    """Cells of target dtype, `trainer.precision` and strategy, in one pair of processes."""
+    folder = fresh("precision")
+    target = random_target(folder / "target")
+    cells = [
+        (dtype, kind, name, recompute)
+        for dtype in ("float32", "bfloat16", "float16")
+        for kind in ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true")
+        for name in STRATEGIES
+        for recompute in ((False, True) if name in ("ddp", "zero2") else (False,))
+        # What is refused for its types alone is tried under two strategies.
+        if (kind in USUAL and dtype != "float16") or (name in ("ddp", "zero2") and not recompute)
+    ]
+    arms = []
+    for dtype, kind, name, recompute in cells:
+        label = f"{dtype} {kind} {name}{' recomputed' * recompute}"
+        arm = Arm(
+            label, name, world=2, steps=STEPS, precision=kind, target_dtype=dtype,
+            recompute=recompute, save_at=STEPS // 2, held_out=True, may_fail=True,
+        )  # fmt: skip
+        arms += [arm, replace(arm, name=f"{label} resumed", resume=f"{label}-{STEPS // 2}")]
+    results = run_ranks(arms, target, folder, timeout=3600)
+    wanted = results["float32 32-true ddp"]
+    print(f"\n{'target, precision, strategy':<42}{'losses':>9}{'held out':>10}{'resumed':>10}")
+    good = True
+    for arm in arms[::2]:
+        found, again = results[arm.name], results[f"{arm.name} resumed"]
+        if said := found.get("refused"):
+            fine = USUAL.get(arm.precision, True) or arm.target_dtype == "float16"
+            print(f"{arm.name:<42}refused: {said[:90]}  {verdict(fine)}")
+        elif said := found.get("failed") or again.get("failed") or again.get("refused"):
+            fine = False
+            print(f"{arm.name:<42}{said.splitlines()[0][:100]}  {verdict(fine)}")
+        else:
+            off = furthest(found["losses"], wanted["losses"])
+            held_out = furthest(found["held_out"].values(), wanted["held_out"].values())
+            resumed = furthest(again["losses"], found["losses"][STEPS // 2 :])
+            fine = max(off, held_out) <= NEAR and resumed <= 1e-6
+            print(f"{arm.name:<42}{off:>9.2%}{held_out:>10.2%}{resumed:>10.1e}  {verdict(fine)}")
+        good &= fine
+    return good
+
+
+def furthest(found: Iterable[float], wanted: Iterable[float]) -> float:
+    """The largest relative difference; infinite where a number is not finite."""
+    pairs = [abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True)]
+    return max((one if math.isfinite(one) else math.inf for one in pairs), default=math.inf)
+
+
 def train(folder: Path, strategy: str, steps: int, *more: str) -> None:
     """`dflow-train fit` on the embedded target, two processes, without validation."""
     done = run(
@@ -179,8 +234,13 @@ def fresh(name: str) -> Path:
 if __name__ == "__main__":
     logging.getLogger("lightning.pytorch").setLevel("ERROR")
     warnings.filterwarnings("ignore", module="lightning")
-    proofs = {"equality": equality, "checkpoints": checkpoints, "bf16": bf16}
-    chosen = sys.argv[1:] or list(proofs)
+    proofs = {
+        "equality": equality,
+        "checkpoints": checkpoints,
+        "bf16": bf16,
+        "precision": precision,
+    }
+    chosen = sys.argv[1:] or [name for name in proofs if name != "precision"]
     outcomes = {name: proofs[name]() for name in chosen}
     print("\n" + ", ".join(f"{name} {verdict(good)}" for name, good in outcomes.items()))
     sys.exit(not all(outcomes.values()))

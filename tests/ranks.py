@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, Trainer
 from training import make_module
 
 from dflow_lightning.data.datamodule import Batch
+from dflow_lightning.errors import InputError
 from dflow_lightning.run import strategy  # noqa: F401 - registers the names zero1 to zero3
 from dflow_lightning.training import step_inputs
 from dflow_lightning.training.rollout import OnlineRollout
@@ -41,6 +42,11 @@ class Arm:
     causal_head: bool = False  # Domino's
     save_at: int | None = None  # also write <name>-<step>.ckpt
     resume: str | None = None  # the name of the checkpoint that is continued
+    precision: str = "32-true"
+    target_dtype: str = "float32"
+    recompute: bool = False  # gradient checkpointing
+    may_fail: bool = False  # the error is the result
+    held_out: bool = False  # also `validate` and `test` the trained module
 
 
 def micro_batch(number: int) -> Batch:
@@ -129,20 +135,32 @@ def run_arm(arm: Arm, target_dir: Path, folder: Path) -> dict[str, Any]:
         for parameter in module.relay.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     module.target_config.shard = arm.shard
+    module.target_config.dtype = arm.target_dtype
+    module.target.model.to(getattr(torch, arm.target_dtype))
+    module.drafter.gradient_checkpointing = arm.recompute
     before, record = checksum(module.target), Record(folder, arm)
+    settings: dict[str, Any] = {
+        "strategy": arm.strategy, "devices": arm.world, "accelerator": "cpu",
+        "precision": arm.precision, "default_root_dir": folder, "use_distributed_sampler": False,
+        **dict.fromkeys(("logger", "enable_checkpointing"), False),
+        **dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False),
+    }  # fmt: skip
     trainer = Trainer(
-        strategy=arm.strategy, devices=arm.world, accelerator="cpu", max_steps=arm.steps,
-        limit_val_batches=0,
+        **settings, max_steps=arm.steps, limit_val_batches=0,
         accumulate_grad_batches=arm.accumulate, gradient_clip_val=1.0, log_every_n_steps=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, default_root_dir=folder,
         callbacks=[ExtremeRollout(num_rounds=2, num_anchors=4), record],
     )  # fmt: skip
     rank = trainer.strategy.global_rank if arm.world > 1 else 0
     resumed = folder / f"{arm.resume}.ckpt" if arm.resume else None
     loader = MicroBatches(rank, arm)
     trainer.fit(module, loader, MicroBatches(rank, arm), ckpt_path=resumed)
+    held_out = {}
+    for name in ("validate", "test") if arm.held_out else ():
+        evaluation = getattr(Trainer(**settings), name)
+        (metrics,) = evaluation(module, MicroBatches(rank, replace(arm, steps=2)), verbose=False)
+        held_out[name] = next(value for key, value in metrics.items() if key.endswith("/loss"))
     return {
+        "held_out": held_out,
         "losses": [*record.losses.values()],
         "blocks": [*record.blocks.values()],
         "target_unchanged": checksum(module.target) == before,
@@ -193,12 +211,24 @@ def run_ranks(
     return json.loads((folder / "results.json").read_text())
 
 
+def tried(arm: Arm, target_dir: Path, folder: Path) -> dict[str, Any]:
+    """The run, or why there was none; a refusal is the same on every process."""
+    if not arm.may_fail:
+        return run_arm(arm, target_dir, folder)
+    try:
+        return run_arm(arm, target_dir, folder)
+    except InputError as error:
+        return {"refused": str(error)}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
 def main() -> None:
     """One process of several."""
     spec = Path(sys.argv[1])
     content = json.loads(spec.read_text())
     arms = [Arm(**arm) for arm in content["arms"]]
-    results = {arm.name: run_arm(arm, Path(content["target"]), spec.parent) for arm in arms}
+    results = {arm.name: tried(arm, Path(content["target"]), spec.parent) for arm in arms}
     if os.environ["LOCAL_RANK"] == "0":
         (spec.parent / "results.json").write_text(json.dumps(results))
 
