@@ -20,7 +20,7 @@ from training import make_module
 
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.errors import InputError
-from dflow_lightning.run import strategy  # noqa: F401 - registers the names zero1 to zero3
+from dflow_lightning.run import strategy  # which registers the names zero1 to zero3
 from dflow_lightning.training import step_inputs
 from dflow_lightning.training.rollout import OnlineRollout
 
@@ -128,6 +128,7 @@ def checksum(target: Any) -> float:
 
 def run_arm(arm: Arm, target_dir: Path, folder: Path) -> dict[str, Any]:
     """Train, write `<folder>/<arm>.ckpt`, and return what the first process saw."""
+    strategy.check_precision(arm.strategy, arm.precision)  # as `fit` does
     module = make_module(target_dir, causal_head=arm.causal_head)
     assert module.relay is not None
     torch.manual_seed(2)

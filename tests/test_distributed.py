@@ -9,7 +9,7 @@ from ranks import Arm, run_arm, run_ranks
 from targets import random_target
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.run.strategy import ZeroStrategy, check_name
+from dflow_lightning.run.strategy import ZeroStrategy, check_name, check_precision
 from dflow_lightning.training.saved import load_trained, open_checkpoint
 
 pytest.importorskip("deepspeed")
@@ -117,6 +117,23 @@ def test_unknown_strategies_are_refused():
             check_name(name)
     for name in ("auto", "ddp", "zero1", "zero2", "zero3", "zero3_offload", ZeroStrategy):
         check_name(name)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3_offload", ZeroStrategy()])
+def test_zero_refuses_what_it_does_not_train_in(strategy):
+    for name in (None, "32-true", "32", 32, "bf16-mixed", "bf16"):
+        check_precision(strategy, name)
+    for name in ("bf16-true", "16-mixed", "64-true", 64):
+        with pytest.raises(InputError, match=f"trainer.precision is {name}, which ZeRO"):
+            check_precision(strategy, name)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_float16_weights_are_refused(strategy):
+    for name in ("32-true", "bf16-mixed", "bf16-true", "64-true"):
+        check_precision(strategy, name)
+    with pytest.raises(InputError, match="overflow"):
+        check_precision(strategy, "16-true")
 
 
 def test_settings_are_checked():

@@ -77,11 +77,9 @@ def fit(run_dir: Path, steps: int, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def torchrun(nodes: int, processes: int, rendezvous: str) -> list[str]:
+def torchrun(processes: int, *options: str) -> list[str]:
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes),
-        "--nproc-per-node", str(processes), "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", rendezvous, "--rdzv-id", "tiny",
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *options
     ]  # fmt: skip
 
 
@@ -101,8 +99,11 @@ def start(host: str, command: list[str], log: str) -> subprocess.Popen[bytes]:
 def both(run_dir: Path, steps: int, log: str, *more: str) -> list[subprocess.Popen[bytes]]:
     """One run over both hosts, a process on each."""
     words = fit(run_dir, steps, "--trainer.num_nodes=2", "--trainer.devices=1", *more)
-    launcher = torchrun(2, 1, f"{HOSTS['a']}:{PORT}")
-    return [start(host, [*launcher, *words], log) for host in HOSTS]
+    nodes = ["--nnodes", "2", "--master-addr", HOSTS["a"], "--master-port", str(PORT)]
+    return [
+        start(host, [*torchrun(1, *nodes, "--node-rank", str(rank)), *words], log)
+        for rank, host in enumerate(HOSTS)
+    ]
 
 
 def ended(processes: list[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:
@@ -127,7 +128,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def one_host() -> list[float]:
     """The reference: two processes in one namespace."""
     words = fit(BASE / "one", STEPS, "--trainer.devices=2")
-    statuses = ended([start("a", [*torchrun(1, 2, f"localhost:{PORT}"), *words], "one")], 900)
+    statuses = ended([start("a", [*torchrun(2, "--standalone"), *words], "one")], 900)
     assert statuses == [0], (BASE / "a-one.log").read_text()[-3000:]
     return logged(BASE / "one", "train/loss")
 

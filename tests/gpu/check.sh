@@ -1,20 +1,55 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in under 8 minutes: a training step at Qwen3-1.7B's shape, and the tests
-# marked `gpu`. The result goes to docs/results/gpu-<name of the GPU>.json.
+# What only a GPU can show, in under 8 minutes on one of 40 GB or more; ends with one page of numbers.
 #
-#   tests/gpu/check.sh                  # one GPU of 40 GB or more
-#   tests/gpu/check.sh --device cpu     # a tiny shape: does the script itself work?
+#   tests/gpu/check.sh                  # the page is in runs/gpu-check/page.txt, too: send it to us
+#   tests/gpu/check.sh --device cpu     # tiny shapes: does the script itself work?
+#   tests/gpu/check.sh --dry            # the commands alone
 #
-# Exit status 1 when a check fails.
-set -euo pipefail
+# A training step at Qwen3-1.7B's shape with flex attention's backward pass beside a dense mask;
+# ZeRO 2 and 3 with rollouts in bfloat16, in one process; validation; export; bench on the device,
+# eager and compiled, with the split of a round's time; the tests marked `gpu`.
+# Exit status 1 when a step fails.
+set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
 export PYTHONPATH="$PWD/src:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 export HF_HUB_OFFLINE=1 DO_NOT_TRACK=true PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-"$PYTHON" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
+device=cuda accelerator=gpu dry=
+case "$*" in
+    "") ;;
+    "--device cpu") device=cpu accelerator=cpu ;;
+    "--dry") dry=1 ;;
+    *) echo "usage: tests/gpu/check.sh [--device cpu | --dry]" >&2; exit 2 ;;
+esac
+out=runs/gpu-check
 status=0
-timeout 300 "$PYTHON" tests/gpu/training_step.py "$@" || status=1
-if [[ "$*" != *cpu* ]]; then
-    timeout 150 "$PYTHON" -m pytest -q -m gpu tests || status=1
+
+# step NAME SECONDS LINES COMMAND...: runs it under a time limit; the page has its last lines.
+step() {
+    local name=$1 limit=$2 lines=$3 start=$SECONDS word=ok
+    shift 3
+    if [[ -n $dry ]]; then printf '%q ' "$@"; echo; return; fi
+    timeout "$limit" "$@" >"$out/$name.log" 2>&1 || { word=FAILED status=1 lines=25; }
+    { echo "== $name: $word, $((SECONDS - start)) s"; tail -n "$lines" "$out/$name.log"; } | tee -a "$out/page.txt"
+}
+
+train=("$PYTHON" -m dflow_lightning fit --config recipes/tiny-dflow.yaml
+    --trainer.accelerator "$accelerator" --trainer.precision bf16-mixed --model.target.dtype bfloat16
+    --trainer.val_check_interval 10 --validation.prompts_per_family 1
+    --validation.max_new_tokens 16 --tracking.enabled false)
+bench=("$PYTHON" -m dflow_lightning bench --target data/tiny-qwen3 --drafter data/tiny-drafters/dflash
+    --drafter data/tiny-drafters/dflow --suite tiny --per_family 4 --device "$device")
+
+if [[ -z $dry ]]; then rm -rf "$out"; mkdir -p "$out"; fi
+step machine 30 4 "$PYTHON" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")'
+step training-step 200 70 "$PYTHON" tests/gpu/training_step.py --device "$device" --out "$out/training-step.json"
+step zero2 50 8 "${train[@]}" --run_dir "$out/zero2" --trainer.strategy zero2 --trainer.max_steps 20
+step zero2-resumed 40 8 "${train[@]}" --run_dir "$out/zero2" --trainer.strategy zero2 --trainer.max_steps 30 --ckpt_path last
+step zero3 50 8 "${train[@]}" --run_dir "$out/zero3" --trainer.strategy zero3 --trainer.max_steps 20
+step export 30 4 "$PYTHON" -m dflow_lightning export --checkpoint "$out/zero2/checkpoints/last.ckpt" --out "$out/export"
+step bench 60 12 "${bench[@]}" --json "$out/bench.json"
+if [[ $device == cuda ]]; then # C++ takes minutes to compile
+    step bench-compiled 120 12 "${bench[@]}" --backend compiled
+    step tests 60 3 "$PYTHON" -m pytest -q -m gpu tests
 fi
 exit $status

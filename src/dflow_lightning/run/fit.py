@@ -27,7 +27,7 @@ from dflow_lightning.run.checkpoint import (
 from dflow_lightning.run.guards import Guards, out_of_memory
 from dflow_lightning.run.progress import RunProgress
 from dflow_lightning.run.signals import GracefulStop, Signals, Stopped
-from dflow_lightning.run.strategy import check_name
+from dflow_lightning.run.strategy import check_name, check_precision
 from dflow_lightning.run.summary import decoded, print_decoded
 from dflow_lightning.terminal import command, labelled, screen, shown
 from dflow_lightning.tracking.callback import RecipeRecord, Tracking
@@ -134,6 +134,7 @@ class TrainCLI(LightningCLI):
         """The trainer of this run folder, with the record and the progress display."""
         settings = self.config_init[self.subcommand]
         check_name(settings.trainer.strategy)
+        check_precision(settings.trainer.strategy, settings.trainer.precision)
         if settings.trainer.enable_checkpointing is False:
             self._parser(self.subcommand).callback_keys.remove("checkpoint")
         kwargs["callbacks"] = [*as_list(settings.trainer.callbacks), GracefulStop(self._signals)]
