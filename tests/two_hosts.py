@@ -21,7 +21,7 @@ from prove_distributed import OUT, logged, verdict
 from targets import ROOT
 
 HOSTS = {"a": "10.77.0.1", "b": "10.77.0.2"}
-PORT, STEPS, SAVED = 29577, 12, 4
+PORT, STEPS, SAVED = 29577, 24, 8
 BASE = OUT / "two-hosts"
 
 
@@ -52,6 +52,7 @@ def connect() -> None:
 
 def disconnect() -> None:
     for host in HOSTS:
+        cut_power(host)
         subprocess.run(["ip", "netns", "del", namespace(host)], check=False)
 
 
@@ -115,14 +116,17 @@ def ended(processes: list[subprocess.Popen[bytes]], seconds: float) -> list[int 
             found.append(process.wait(max(1.0, limit - time.monotonic())))
         except subprocess.TimeoutExpired:
             found.append(None)
-            kill(process)
+            process.kill()
     return found
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a host's processes at once, as a power cut would."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def cut_power(host: str) -> None:
+    """End all processes of a host at once; torchrun's workers are in sessions of their own."""
+    listed = subprocess.run(
+        ["ip", "netns", "pids", namespace(host)], check=True, capture_output=True, text=True
+    )
+    for pid in listed.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
 
 
 def one_host() -> list[float]:
@@ -140,7 +144,8 @@ def interrupted(run_dir: Path) -> tuple[bool, list[float]]:
     limit = time.monotonic() + 900
     while not last.exists() and time.monotonic() < limit:
         time.sleep(0.05)
-    kill(processes[1])
+    cut_power("b")
+    processes[1].wait()
     (status,) = ended(processes[:1], 300)
     gave_up = status not in (0, None)
     print(f"host b killed behind a checkpoint: host a exits {status} {verdict(gave_up)}")

@@ -193,8 +193,23 @@ def main() -> int:
     if on_gpu or args.out:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text + "\n")
-    print(text)
+    print("\n".join(page(result)) if args.out else text)
     return int(bool(failed))
+
+
+def page(result: dict) -> list[str]:
+    """The numbers in a few lines; all of them are in the file."""
+    lines = [f"{result['device']}, torch {result['torch']}"]
+    for dtype, ways in result["equal"].items():
+        for way, off in ways.items():
+            numbers = f"loss {off['loss']:.1e}, gradient {off['gradient']:.1e} off dense"
+            lines.append(f"{way + ', ' + dtype:<28}{numbers}")
+    for kind in ("dflash", "dflow", "dflow, recomputed"):
+        seconds, peak = result[kind]["seconds"], result[kind]["peak_gib"]
+        memory = "" if peak is None else f", peak {peak:.1f} GiB"
+        lines.append(f"step of {kind:<20}{seconds:.3f} s{memory}")
+    failed = result["failed"] or ["nothing failed"]
+    return [*lines, f"{result['compilations']} compilations of flex_attention", *failed]
 
 
 if __name__ == "__main__":
