@@ -310,12 +310,10 @@ DAMAGES = {
         "does not know",
     ),
     "relay tensor missing": (
-        lambda d: edit_tensors(
-            d / "relay/relay.safetensors", lambda t: t.pop("relay_mlp.2.bias")
-        ),
+        lambda d: edit_tensors(d / "relay/relay.safetensors", lambda t: t.pop("relay_mlp.2.bias")),
         "lacks tensor relay_mlp.2.bias",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=str)

@@ -21,8 +21,11 @@ def rows(tmp_path_factory, tiny_target_dir) -> list[dict]:
     folder = tmp_path_factory.mktemp("killed")
     done = subprocess.run(
         [sys.executable, SCRIPT, tiny_target_dir, folder],
-        capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -289,11 +289,33 @@ def test_a_stopped_sweep_says_how_to_go_on(sweep, imitated, monkeypatch):
 
 def test_options_of_sweep_and_trainings():
     own, rest = split(
-        ["--config", "a.yaml", "b.yaml", "--seeds=2", "--trainer.max_steps", "5", "-c", "c.yaml",
-         "--model.x=[1,2]", "--dtype=float32", "--out", "o"]
-    )  # fmt: skip
+        [
+            "--config",
+            "a.yaml",
+            "b.yaml",
+            "--seeds=2",
+            "--trainer.max_steps",
+            "5",
+            "-c",
+            "c.yaml",
+            "--model.x=[1,2]",
+            "--dtype=float32",
+            "--out",
+            "o",
+        ]
+    )
     assert own == [
-        "--config", "a.yaml", "--config", "b.yaml", "--seeds", "2", "--config", "c.yaml",
-        "--dtype", "float32", "--out", "o",
-    ]  # fmt: skip
+        "--config",
+        "a.yaml",
+        "--config",
+        "b.yaml",
+        "--seeds",
+        "2",
+        "--config",
+        "c.yaml",
+        "--dtype",
+        "float32",
+        "--out",
+        "o",
+    ]
     assert rest == ["--trainer.max_steps", "5", "--model.x=[1,2]"]

@@ -102,6 +102,7 @@ def hold(path: Path) -> int | None:
         The handle that keeps the lock, None where another process has it. A file system without
         locks gives none, and a handle all the same.
     """
+    # A record lock (lockf), which forked workers of a loader do not inherit; filelock uses flock.
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +114,10 @@ def hold(path: Path) -> int | None:
 
 
 class _Lock:
-    """The kernel's lock on a folder; it ends with the process, however that dies."""
+    """The kernel's lock on a folder; it ends with the process, however that dies.
+
+    On the folder itself: a lock file, which the filelock package needs, would be in what is staged.
+    """
 
     def __init__(self, handle: int, held: bool) -> None:
         self.handle, self.held = handle, held

@@ -29,12 +29,31 @@ from dflow_lightning.models.target import FrozenTarget
 SPECULATORS_VERSION = "0.9.0"  # whose configuration schema this is
 # Everything else in config.json of the dflash layout is about the drafter, not its layers.
 LAYER_KEYS = (
-    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps"),
-    *("attention_bias", "attention_dropout", "layer_types", "sliding_window"),
-    *("use_sliding_window", "max_window_layers", "rope_theta", "rope_scaling", "rope_parameters"),
-    *("max_position_embeddings", "vocab_size", "tie_word_embeddings", "initializer_range"),
-    *("bos_token_id", "eos_token_id", "dtype"),
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "attention_dropout",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+    "tie_word_embeddings",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
 )
 
 SERVE = """## Serve

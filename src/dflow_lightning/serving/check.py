@@ -43,9 +43,13 @@ class Counts:
 
 
 def own_counts(
-    decoder: SpeculativeDecoder, prompts: Sequence[list[int]], answers: Sequence[list[int]],
-    *, relay: bool, batch_size: int = 8,
-) -> Counts:  # fmt: skip
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
+    *,
+    relay: bool,
+    batch_size: int = 8,
+) -> Counts:
     """What our engine needs for given greedy answers, counted as vLLM counts.
 
     vLLM counts all accepted drafts of an answer's last round, also those behind its end; so we
@@ -54,9 +58,12 @@ def own_counts(
     block = decoder.drafter.dims.block_size
     longest = max(map(len, answers)) + block
     completions = decoder.generate(
-        list(prompts), max_new_tokens=longest, use_rejected=relay, stop_token_ids=(),
+        list(prompts),
+        max_new_tokens=longest,
+        use_rejected=relay,
+        stop_token_ids=(),
         batch_size=batch_size,
-    )  # fmt: skip
+    )
     rounds = accepted = 0
     for completion, answer in zip(completions, answers, strict=True):
         length = 1  # the first token comes from the prompt
@@ -117,9 +124,12 @@ def serve_check_command(
     prompts = interleaved(read_prompts(frozen.tokenizer, path, max_length=limit, field="suite"))
     check = ServeCheck(decoder, prompts[:num_prompts], max_new_tokens, concurrency)
     settings = ServerSettings(
-        python=python.absolute(), target=target, dtype=dtype, max_num_seqs=concurrency,
+        python=python.absolute(),
+        target=target,
+        dtype=dtype,
+        max_num_seqs=concurrency,
         max_model_len=max_new_tokens + check.longest + 2 * decoder.drafter.dims.block_size,
-    )  # fmt: skip
+    )
     if not check.run(settings, drafter):
         raise SystemExit(1)
 
@@ -131,9 +141,12 @@ class ServeCheck:
     """
 
     def __init__(
-        self, decoder: SpeculativeDecoder, prompts: list[Prompt], max_new_tokens: int,
+        self,
+        decoder: SpeculativeDecoder,
+        prompts: list[Prompt],
+        max_new_tokens: int,
         concurrency: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.decoder, self.prompts = decoder, prompts
         self.max_new_tokens, self.concurrency = max_new_tokens, concurrency
         self.ids = [one.token_ids for one in prompts]
@@ -184,9 +197,11 @@ class ServeCheck:
         """One server; what is wrong with it, None if nothing."""
         with self._on_the_host(), VllmServer(settings) as server:
             answers = server.complete_all(
-                self.ids, concurrency=self.concurrency, temperature=0.0,
+                self.ids,
+                concurrency=self.concurrency,
+                temperature=0.0,
                 max_tokens=self.max_new_tokens,
-            )  # fmt: skip
+            )
             counters, log = server.counters(), server.log
         # Made anew for each server: it may keep a copy of the target on the GPU.
         found = EqualityCheck(self.decoder.target).differences(

@@ -66,11 +66,24 @@ class ServerSettings:
     def command(self, port: int) -> list[str]:
         """The command line, as a user would type it."""
         command = [
-            str(self.python), "-m", "vllm.entrypoints.openai.api_server",
-            "--model", self.target, "--host", "127.0.0.1", "--port", str(port),
-            "--dtype", self.dtype, "--max-model-len", str(self.max_model_len),
-            "--max-num-seqs", str(self.max_num_seqs), "--enforce-eager", *self.options,
-        ]  # fmt: skip
+            str(self.python),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            self.target,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--dtype",
+            self.dtype,
+            "--max-model-len",
+            str(self.max_model_len),
+            "--max-num-seqs",
+            str(self.max_num_seqs),
+            "--enforce-eager",
+            *self.options,
+        ]
         if self.drafter is not None:
             speculative = {
                 "method": "dflash",
@@ -111,9 +124,12 @@ class VllmServer:
         environment = inherited | SERVER_ENVIRONMENT | dict(self.settings.environment)
         with self.log_file.open("w") as log:
             self._process = subprocess.Popen(
-                self.settings.command(self.port), stdout=log, stderr=log, env=environment,
+                self.settings.command(self.port),
+                stdout=log,
+                stderr=log,
+                env=environment,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         try:
             self._wait()
         except BaseException:

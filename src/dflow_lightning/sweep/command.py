@@ -31,8 +31,17 @@ from dflow_lightning.sweep.member import Children, Member, Outcome
 from dflow_lightning.terminal import print_table, screen, table
 
 # The sweep gives these to each run itself.
-OURS = ("run_dir", "ckpt_path", "seed_everything", "model.seed", "data.seed", "tracking.uri",
-        "tracking.experiment", "tracking.run_name", "tracking.tags")  # fmt: skip
+OURS = (
+    "run_dir",
+    "ckpt_path",
+    "seed_everything",
+    "model.seed",
+    "data.seed",
+    "tracking.uri",
+    "tracking.experiment",
+    "tracking.run_name",
+    "tracking.tags",
+)
 
 
 @dataclass(kw_only=True)
@@ -86,10 +95,17 @@ class SweepSettings:
     def bench_options(self) -> list[str]:
         """How every drafter of the sweep is measured."""
         options = [
-            "--suite", self.suite, "--per_family", str(self.per_family),
-            "--temperature", ",".join(f"{t:g}" for t in self.temperature),
-            "--concurrency", str(self.concurrency), "--max_new_tokens", str(self.max_new_tokens),
-        ]  # fmt: skip
+            "--suite",
+            self.suite,
+            "--per_family",
+            str(self.per_family),
+            "--temperature",
+            ",".join(f"{t:g}" for t in self.temperature),
+            "--concurrency",
+            str(self.concurrency),
+            "--max_new_tokens",
+            str(self.max_new_tokens),
+        ]
         options += [] if self.limit is None else ["--limit", str(self.limit)]
         options += [] if self.device == "auto" else ["--device", self.device]
         options += [] if self.dtype == "auto" else ["--dtype", self.dtype]

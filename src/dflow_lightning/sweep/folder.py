@@ -49,6 +49,8 @@ class SweepFolder:
             )
         files.check_writable(record, "out")
         path.mkdir(parents=True, exist_ok=True)
+        # flock on a descriptor of our own, not the filelock package: trainings inherit the
+        # descriptor (`pass_fds`), and with it the lock, which then outlives a killed sweep.
         lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,9 +142,13 @@ class SweepStore:
     def options(self) -> list[str]:
         """What a training is told, to be a child of the sweep's run."""
         return [
-            "--tracking.uri", self.uri, "--tracking.experiment", self.experiment,
-            "--tracking.tags", json.dumps({PARENT_TAG: self.run_id}),
-        ]  # fmt: skip
+            "--tracking.uri",
+            self.uri,
+            "--tracking.experiment",
+            self.experiment,
+            "--tracking.tags",
+            json.dumps({PARENT_TAG: self.run_id}),
+        ]
 
     def record(self, name: str, rows: Sequence[dict]) -> None:
         """Log what the bench has measured with the run of that name."""

@@ -53,9 +53,12 @@ class Children:
         with log.open("a") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dflow_lightning", *arguments],
-                stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                start_new_session=True, pass_fds=(self._lock,),
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                pass_fds=(self._lock,),
+            )
             if self._untold():
                 self._process.send_signal(self._untold())
             status = self._process.wait()
@@ -148,15 +151,34 @@ class Member:
         best = folder / "checkpoints" / "best.ckpt"
         checkpoint = best if best.exists() or not self._trained else best.with_name("last.ckpt")
         fit = [
-            "fit", "--config", str(self.recipe), "--run_dir", str(folder),
-            "--seed_everything", seed, "--model.seed", seed, "--data.seed", seed,
-            *tracking, *self.overrides, "--ckpt_path", "auto",
-        ]  # fmt: skip
+            "fit",
+            "--config",
+            str(self.recipe),
+            "--run_dir",
+            str(folder),
+            "--seed_everything",
+            seed,
+            "--model.seed",
+            seed,
+            "--data.seed",
+            seed,
+            *tracking,
+            *self.overrides,
+            "--ckpt_path",
+            "auto",
+        ]
         export = ["export", "--checkpoint", str(checkpoint), "--out", str(folder / "export")]
         bench = [
-            "bench", "--target", self.target, "--drafter", str(folder / "export"),
-            *self.bench_options, "--json", str(folder / "bench.json"), "--quiet",
-        ]  # fmt: skip
+            "bench",
+            "--target",
+            self.target,
+            "--drafter",
+            str(folder / "export"),
+            *self.bench_options,
+            "--json",
+            str(folder / "bench.json"),
+            "--quiet",
+        ]
         return [
             ("fit", fit, folder / "seconds.json"),
             ("export", export, folder / "export" / "config.json"),

@@ -58,8 +58,10 @@ class RelayDFlashForCausalLM(DFlashQwen3ForCausalLM):
         if problem := hooks.install_hooks(runner):
             logger.warning(
                 "DFlow relay: off, since the %s model runner of vLLM %s is not as it was: %s",
-                runner, __version__, problem,
-            )  # fmt: skip
+                runner,
+                __version__,
+                problem,
+            )
             return
         block = 1 + vllm_config.speculative_config.num_speculative_tokens
         most = max(

@@ -51,22 +51,34 @@ MODEL_HOOKS = (
 )
 V1_HOOKS = (
     Hook(
-        PROPOSER, "DFlashProposer", "set_inputs_first_pass",
-        ("target_token_ids", "next_token_ids", "target_hidden_states", "cad",
-         "num_rejected_tokens_gpu"),
+        PROPOSER,
+        "DFlashProposer",
+        "set_inputs_first_pass",
+        (
+            "target_token_ids",
+            "next_token_ids",
+            "target_hidden_states",
+            "cad",
+            "num_rejected_tokens_gpu",
+        ),
     ),
     Hook(
-        PROPOSER, "DFlashProposer", "propose", ("target_hidden_states",),
+        PROPOSER,
+        "DFlashProposer",
+        "propose",
+        ("target_hidden_states",),
         "self.model.combine_hidden_states(",
     ),
-)  # fmt: skip
+)
 V2_HOOKS = (
     Hook(
-        SPECULATOR, "DFlashSpeculator", "propose",
+        SPECULATOR,
+        "DFlashSpeculator",
+        "propose",
         ("input_batch", "aux_hidden_states", "num_rejected", "last_sampled", "dummy_run"),
         "self.model.combine_hidden_states(",
     ),
-)  # fmt: skip
+)
 
 
 def release(version: str) -> str:
