@@ -1,4 +1,8 @@
-"""The relay: what the target computed on a rejected suffix, handed to the next block's mask slots.
+"""The relay: the target's states of a rejected suffix correct the next block's mask slots.
+
+A relay lives one round: the next verification covers every position that an older row could still
+serve, so keeping older rows adds nothing. It changes drafts only and never reaches the target's
+input, cache or logits: decoding stays lossless.
 
 Shapes: B batch, N blocks per sequence, K block size, R verified rows, D hidden; `...` any leading
 dimensions.
@@ -59,16 +63,18 @@ class RelayConfig:
 def relay_rows(
     num_accepted: Tensor, block_size: int, *, first_rejected: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Which verified row each slot of the next block reads, and whether it may: both `[..., K]`.
+    """The verified row that each slot of the next block reads, and whether it exists: `[..., K]`.
 
     A row goes to the slot that predicts the position the row predicts: slot j reads row a+j, which
     exists while a+j <= K-1. Slot 0 holds the bonus token, which is clean, and reads none.
+    After a fully accepted block no row is valid.
     """
     slots = torch.arange(block_size, device=num_accepted.device)
     # Row j stands at S+j, reads draft j and predicts S+j+1. The next anchor is S' = S+a+1, so slot
     # j of the next block predicts S'+j = S+(a+j)+1: the position that row a+j predicts.
     rows = num_accepted.unsqueeze(-1) + slots
-    # Row a+1 read the first rejected draft itself; the paper's literal text begins one row later.
+    # Row a+1 reads the first rejected draft itself, but it predicts the position right after the
+    # bonus token, so it is relayed by default. The paper's literal text begins one row later.
     valid = (rows < block_size) & (slots >= (1 if first_rejected else 2))
     # Clamped, not dropped: shapes must not depend on how many drafts were accepted.
     return rows.clamp(max=block_size - 1), valid
@@ -77,7 +83,7 @@ def relay_rows(
 def align(
     features: Tensor, num_accepted: Tensor, block_size: int, *, first_rejected: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Move the verified rows of a block to the slots of the next one.
+    """Move the verified rows of a block to the slots of the next block.
 
     Args:
         features: one vector per verified row, `[..., R, D]`.
@@ -95,12 +101,12 @@ def align(
 class ProjectedRows:
     """Rows of the rejected suffixes, aligned to the slots of the next blocks and projected.
 
-    Relay and carryover both read them.
+    Relay and carryover read the same rows, so they are projected once.
 
     Args:
         h_BNKD: `hidden_norm(fc(taps))` of each slot's row.
         valid_BNK: whether a slot has a row.
-        bonus_BN: the token that the target put in place of the rejected draft.
+        bonus_BN: the target's token at the position of the rejected draft.
         rejected_BN: the first rejected draft.
     """
 
@@ -119,9 +125,10 @@ class Relay(nn.Module):
     """`beta * LayerNorm(h) + gamma`, the correction added to a mask embedding.
 
     `[beta; gamma] = MLP([E(bonus); E(rejected); h])` with one hidden layer and SiLU (DFlow paper,
-    equations 4 and 5), the boundary embeddings optionally at unit scale, and optionally one of the
-    two terms alone. The last layer starts at zero, so that an untrained relay adds exactly zero and
-    the drafter is DFlash bit for bit.
+    equations 4 and 5). The boundary embeddings are optionally scaled to unit RMS, because token
+    embeddings are often ten times smaller than h; optionally only one of the two terms is used.
+    The last layer starts at zero: an untrained relay adds exactly zero, the drafter is DFlash bit
+    for bit, and any DFlash checkpoint is a warm start.
     """
 
     def __init__(
@@ -145,7 +152,7 @@ class Relay(nn.Module):
         self.normalize_boundary = normalize_boundary
         self.terms: Terms = terms
         self.norm_eps = norm_eps
-        # What is left out has no weights: every parameter gets a gradient in every step.
+        # An omitted term has no weights: DDP needs a gradient for every parameter in every step.
         self.relay_norm = None if terms == "shift" else nn.LayerNorm(hidden_size, eps=norm_eps)
         self.relay_mlp = nn.Sequential(
             nn.Linear(3 * hidden_size, relay_hidden_size),
@@ -172,8 +179,8 @@ class Relay(nn.Module):
         boundary = torch.cat([bonus_embed, rejected_embed], dim=-1)
         first, activation, last = self.relay_mlp
         assert isinstance(first, nn.Linear)
-        # The first layer on [boundary; h]: the boundary's share is the same for all slots of a
-        # block and computed once.
+        # The first layer reads [boundary; h]. The boundary is common to all slots of a block, so
+        # its part of the product is computed once.
         of_boundary, of_h = first.weight.split([boundary.shape[-1], h.shape[-1]], dim=-1)
         hidden = linear(boundary, of_boundary, first.bias).unsqueeze(-2) + linear(h, of_h)
         correction = last(activation(hidden))

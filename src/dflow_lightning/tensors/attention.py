@@ -1,9 +1,10 @@
 """Attention of draft blocks: every block sees the context before its anchor and its own slots.
 
-Scores against other blocks are never part of the result. Two formulations give the same numbers:
-`dense` puts context and blocks behind one boolean mask. Two others spend no work on other blocks:
-`split` attends to the context and to the own block apart and merges the two by their log-sum-exp,
-on a CPU; `flex` leaves out whole tiles of scores, on a GPU.
+A block never sees another block. Three formulations give the same numbers. `dense` is the
+reference: context and blocks behind one boolean mask. The other two skip the keys of other blocks:
+`split` (CPU) attends to the context and to the block separately and merges both by their
+log-sum-exp; `flex` (GPU) skips whole tiles of scores. The tiles follow from the anchors by
+arithmetic, so no mask of slots by keys is ever built.
 
 Shapes: B batch, N blocks per sequence, K block size, L context length, H/G query/key-value heads, E
 head size.
@@ -37,7 +38,7 @@ def block_attention(
 
     Args:
         q: `[B, H, N, K, E]`.
-        own: each block's, `[B, G, N, K, E]`; of carried rows J more behind its slots.
+        own: keys and values of each block, `[B, G, N, K, E]`; K+J of them with carried rows.
         context: `[B, G, L, E]`; column l holds absolute position l.
         formulation: from `formulation_for`.
 
@@ -57,7 +58,7 @@ def block_attention(
 
 
 def own_visible(carried_BNJ: Tensor, block_size: int) -> Tensor:
-    """`[B, N, K+J]`: which keys of its own a block sees, all its slots and the carried rows."""
+    """`[B, N, K+J]`: which of its own keys a block sees: all slots, and valid carried rows."""
     slots_BNK = carried_BNJ.new_ones(*carried_BNJ.shape[:2], block_size)
     return torch.cat([slots_BNK, carried_BNJ], dim=-1)
 
@@ -65,10 +66,10 @@ def own_visible(carried_BNJ: Tensor, block_size: int) -> Tensor:
 def formulation_for(
     backend: AttentionBackend, num_blocks: int, device: torch.device, dtype: torch.dtype
 ) -> Formulation:
-    """What `auto` stands for: `flex` on a GPU, `split` on a CPU, `dense` for a single block.
+    """Resolve `auto`: `flex` on a GPU, `split` on a CPU, `dense` for a single block.
 
     Raises:
-        InputError: `split` is asked for where its kernel does not run.
+        InputError: `split` was requested on a device or dtype without its kernel.
     """
     # A single block has no neighbours to waste work on.
     splits = device.type == "cpu" and dtype != torch.float64
@@ -85,17 +86,17 @@ def formulation_for(
 
 
 class FlexAttention:
-    """flex_attention for whatever the GPU compiles, and a memory of what it does not.
+    """flex_attention, remembering the variants that do not compile on this GPU.
 
-    A kernel that needs more shared memory than the GPU has, or one variant too many for the
-    compiler, must not end a training that a dense mask can go on with.
+    A kernel that needs more shared memory than the GPU has, or a recompilation over the limit, must
+    not end a training run that can continue with a dense mask.
     """
 
     def __init__(self) -> None:
         self._refused: set[Variant] = set()
 
     def __call__(self, q: Tensor, own: KV, context: KV, view: BlockView) -> Tensor | None:
-        """As `block_attention`, or None where this variant does not run; that is said once."""
+        """As `block_attention`; None, with one warning, if this variant does not run."""
         variant = variant_of(q, own, view)
         if variant in self._refused:
             return None
@@ -104,7 +105,7 @@ class FlexAttention:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            from torch._dynamo.exc import FailOnRecompileLimitHit  # the compiler loads slowly
+            from torch._dynamo.exc import FailOnRecompileLimitHit  # slow import
 
             limit = isinstance(error, FailOnRecompileLimitHit)
             if not limit and "out of resource" not in str(error).lower():
@@ -118,7 +119,7 @@ class FlexAttention:
             return None
 
 
-FLEX = FlexAttention()  # one a process, as the compiler's cache is
+FLEX = FlexAttention()  # one per process, like the compiler's cache
 
 
 def context_visible(anchors_BN: Tensor, length: int, starts_BN: Tensor | None = None) -> Tensor:
@@ -130,7 +131,7 @@ def context_visible(anchors_BN: Tensor, length: int, starts_BN: Tensor | None = 
 
 def _dense(q: Tensor, own: KV, context: KV, view: BlockView) -> Tensor:
     B, _, N, K, _ = q.shape
-    M = own.keys.shape[3]  # keys of a block's own
+    M = own.keys.shape[3]  # a block's own keys
     if N > 1:
         size = B * N * K * (context.keys.shape[2] + N * M) * q.element_size()
         if size > DENSE_MASK_LIMIT:
@@ -152,7 +153,7 @@ def _dense(q: Tensor, own: KV, context: KV, view: BlockView) -> Tensor:
 
 
 def _split(q: Tensor, own: KV, context: KV, view: BlockView) -> Tensor:
-    return _SplitAttention.apply(  # takes tensors alone, one by one
+    return _SplitAttention.apply(  # an autograd function tracks tensors, not dataclasses
         q, own.keys, own.values, context.keys, context.values,
         view.anchors_BN, view.starts_BN, view.carried_BNJ,
     )  # fmt: skip
@@ -163,8 +164,9 @@ class _SplitAttention(torch.autograd.Function):
 
     Forward: `out = out_c * exp(lse_c - lse) + out_b * exp(lse_b - lse)` with the joint
     `lse = logaddexp(lse_c, lse_b)`. Backward: flash attention's gradient needs only the joint
-    output and log-sum-exp, so each part's own backward is called with those (the identity ring
-    attention rests on). Blocks go to the context in a few groups, each as far as its last anchor.
+    output and log-sum-exp, so the backward of each part is called with those (the identity behind
+    ring attention). The blocks arrive sorted by anchor and attend to the context in a few groups,
+    each only up to its last anchor: that skips about half of the context on average.
     """
 
     @staticmethod
@@ -176,7 +178,7 @@ class _SplitAttention(torch.autograd.Function):
         parts = []
         for blocks, rows, length in _groups(anchors_BN, K):
             mask, empty = _additive_mask(q, length, anchors_BN, starts_BN, blocks)
-            # A block without context would be a row without keys: let it see all, and weigh zero.
+            # A softmax over no keys is NaN: a block without context sees all of it, with weight 0.
             visible = mask.masked_fill(empty.unsqueeze(-1), 0.0) if empty.any() else mask
             keys, values = k_context[:, :, :length], v_context[:, :, :length]
             out, lse = _flash(q_rows[:, :, rows], keys, values, attn_mask=visible)
@@ -187,7 +189,7 @@ class _SplitAttention(torch.autograd.Function):
         out_b = out_b.view(B, N, H, K, E).transpose(1, 2).reshape(B, H, N * K, E)
         lse_b = lse_b.view(B, N, H, K).transpose(1, 2).reshape(B, H, N * K, 1)
         lse = torch.logaddexp(lse_c, lse_b)
-        # The log-sum-exps are float32, whatever the inputs are.
+        # The log-sum-exps are float32 for every input dtype, so cast the result back.
         out = (out_c * (lse_c - lse).exp() + out_b * (lse_b - lse).exp()).to(q.dtype)
         inputs = (q, k_block, v_block, k_context, v_context, anchors_BN, starts_BN, carried_BNJ)
         ctx.save_for_backward(*inputs, out, lse.squeeze(-1))
@@ -229,7 +231,7 @@ class _SplitAttention(torch.autograd.Function):
 
 
 def _own_mask(q: Tensor, carried_BNJ: Tensor | None) -> Tensor | None:
-    """Zero or minus infinity, `[B*N, 1, K, K+J]`; None where a block has its slots alone."""
+    """Additive mask, `[B*N, 1, K, K+J]`; None if blocks carry no rows and see all their slots."""
     if carried_BNJ is None:
         return None
     K = q.shape[3]
@@ -239,7 +241,7 @@ def _own_mask(q: Tensor, carried_BNJ: Tensor | None) -> Tensor | None:
 
 
 def _groups(anchors_BN: Tensor, block_size: int) -> list[tuple[slice, slice, int]]:
-    """Blocks in at most four groups: which, their rows, and the context that any of them sees."""
+    """At most four groups of blocks: the blocks, their rows, and the length of context they see."""
     N = anchors_BN.shape[1]
     size = max(8, -(-N // 4))
     found = []
@@ -253,7 +255,7 @@ def _groups(anchors_BN: Tensor, block_size: int) -> list[tuple[slice, slice, int
 def _additive_mask(
     q: Tensor, length: int, anchors_BN: Tensor, starts_BN: Tensor | None, blocks: slice
 ) -> tuple[Tensor, Tensor]:
-    """Zero or minus infinity, `[B, 1, rows, L]`, and rows that see nothing, `[B, 1, rows]`."""
+    """Additive mask, `[B, 1, rows, L]`, and which rows see no context, `[B, 1, rows]`."""
     starts = None if starts_BN is None else starts_BN[:, blocks]
     visible_BNL = context_visible(anchors_BN[:, blocks], length, starts)
     mask = q.new_zeros(visible_BNL.shape).masked_fill_(~visible_BNL, float("-inf"))

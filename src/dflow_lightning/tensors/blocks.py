@@ -1,9 +1,12 @@
-"""Blocks of a draft: where they start, where they stand, what they are asked and what counts.
+"""Draft blocks: anchors, positions, labels and slot inputs.
 
 A block is one anchor (slot 0: a committed, clean token) and K-1 mask slots; slot k predicts the
-token at its own position, `anchor + k`. Everything is at absolute positions of the row. Where a row
-is packed from several documents, a block belongs to one of them and knows its span: nothing outside
-it is seen, asked or counted, and rotary positions count from its start.
+token at its own position, `anchor + k`. All positions are absolute in the row. In a row packed from
+several documents a block belongs to one of them and carries its span, so that no step can forget
+it: nothing outside is visible, a label or counted, and rotary positions count from its start.
+
+Shapes never depend on the data: a block that is fully accepted or leaves the supervised text
+becomes invalid and keeps its place. With several processes a data-dependent shape is a hang.
 
 Shapes: B batch, S sequence, N blocks per sequence, K block size, J = K-1 drafts, D hidden,
 L context length, G key/value heads, E head size.
@@ -19,9 +22,9 @@ from torch import Tensor
 
 
 class Documents(NamedTuple):
-    """The documents of packed rows: for each token its document's first position, and sample id.
+    """The documents of packed rows: per token the first position and the sample id of its document.
 
-    Padding is a document of its own, with the id -1.
+    Padding is a separate document with the id -1.
     """
 
     starts_BS: Tensor
@@ -29,7 +32,7 @@ class Documents(NamedTuple):
 
     @property
     def ends_BS(self) -> Tensor:
-        """The position behind the last one of each token's document."""
+        """The end (exclusive) of each token's document."""
         length = self.starts_BS.shape[1]
         index_S = torch.arange(length, device=self.starts_BS.device)
         later_BS = torch.where(self.starts_BS == index_S, index_S, length)[:, 1:]
@@ -64,19 +67,19 @@ class KV:
     values: Tensor
 
     def for_all_heads(self, group: int) -> KV:
-        """Repeated, so that each of a group's query heads has keys and values of its own."""
+        """Keys and values repeated for each of the `group` query heads that share them."""
         return KV(*(t.repeat_interleave(group, dim=1) for t in (self.keys, self.values)))
 
 
 @dataclass(frozen=True)
 class BlockView:
-    """What each block sees beside its own slots.
+    """What each block sees besides its own slots.
 
     Args:
         anchors_BN: context position l is visible when l < anchor, strictly, because the feature at
             the anchor does not exist yet when the block is drafted.
         starts_BN: first visible position of each block, where a row holds several documents.
-        carried_BNJ: whether a block sees each of its carried rows, which no other block sees.
+        carried_BNJ: which of its carried rows a block sees; no other block sees them.
     """
 
     anchors_BN: Tensor
@@ -93,12 +96,14 @@ def draw_anchors(
     step: int,
     documents: Documents | None = None,
 ) -> Anchors:
-    """Draw anchors uniformly without replacement among the positions that can be one.
+    """Draw anchors uniformly without replacement among the eligible positions.
 
     A position can be an anchor when it and the next one are supervised, so that the first draft of
     every block has a label. The order is random and depends on (seed, step, sample id) only: not on
-    the global random state, the batch's composition or the number of processes. Documents of a
-    packed row keep the order they have alone, and share the row's anchors by chance.
+    the global random state, the batch's composition or the number of processes, so a restarted run
+    draws the same anchors. The anchors of a packed document come in the order they have when it is
+    alone; documents compete for the row's anchors at random, so that every supervised token has the
+    same chance.
     """
     eligible_BS = loss_mask_BS.clone()
     eligible_BS[:, :-1] &= loss_mask_BS[:, 1:]
@@ -126,12 +131,12 @@ def draw_anchors(
 
 
 def _keys(seed: int, step: int, sample_id: int, length: int) -> Tensor:
-    """The order of a document's positions; a longer document begins with the same numbers."""
+    """Random sort keys of a document's positions; a longer document begins with the same keys."""
     return torch.rand(length, generator=_generator(seed, step, sample_id), dtype=torch.float64)
 
 
 def _document_keys(documents: Documents, seed: int, step: int) -> list[Tensor]:
-    """The same for the documents of each packed row, one after the other."""
+    """`_keys` of the documents of each packed row, concatenated."""
     rows = []
     for starts_S, ids_S in zip(*(each.cpu() for each in documents), strict=True):
         starts, lengths = torch.unique_consecutive(starts_S, return_counts=True)
@@ -197,7 +202,7 @@ def next_anchors(
     """Anchors of the next rollout round: `A' = A + a + 1`, the position of the bonus token.
 
     A block ends its rollout (becomes invalid) when every draft was accepted, since nothing is left
-    to relay, and when A' or the position after it is not supervised or not of the document.
+    to relay, and when A' or the position after it is unsupervised or outside the document.
     """
     moved_BN = anchors.positions_BN + num_accepted_BN + 1
     pair_BN2, inside_BN2 = gather_slots(loss_mask_BS, moved_BN, 2, anchors.ends_BN)

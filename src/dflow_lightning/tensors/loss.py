@@ -1,6 +1,7 @@
 """The block loss: cross-entropy on the data's tokens, or the divergence from the target.
 
-Both weigh a slot less the further it stands from the anchor, and never hold all logits at once.
+Slots further from the anchor weigh less, because an early mistake makes every later draft of the
+block worthless. `[blocks, slots, vocabulary]` logits never exist at once: the head runs in chunks.
 
 Shapes: B batch, N blocks per sequence, K block size, J = K-1 drafts, D hidden, V
 vocabulary, T tokens of a chunk.
@@ -85,11 +86,11 @@ class LossConfig:
     def weigh(
         self, losses_BNJ: Tensor, supervised_BNJ: Tensor, slot_weights_J: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Weights of the slots' losses, and what their weighted sum is divided by the sum of.
+        """Weights of the slots' losses, and the terms whose sum normalizes the weighted loss.
 
-        The weights of `dpace` say how much a slot matters, not only against its neighbours, so
-        they are not divided out: the loss is a mean over supervised slots. (The authors' code
-        divides by the number of rows, which is another constant.)
+        The size of a `dpace` weight carries meaning (the slot's contribution to the acceptance
+        length), so the weights are not divided out: the loss is a mean over supervised slots.
+        (The authors' code divides by the number of rows, a different constant.)
         """
         if self.kind == "dpace":
             weights_BNJ = dpace_weights(losses_BNJ, supervised_BNJ, self.dpace_alpha)
@@ -99,16 +100,20 @@ class LossConfig:
 
 
 def blocks_within(limit: int, slots: int, vocab_size: int) -> int:
-    """Blocks of so many slots whose float32 logits take at most `limit` bytes; 1 or more."""
+    """How many blocks of `slots` slots have float32 logits of at most `limit` bytes; at least 1."""
     return max(1, limit // (4 * slots * vocab_size))
 
 
 @dataclass
 class LossWindow:
-    """Sums of the micro-batches of one step, so that the loss is one mean over all their slots.
+    """Sums over the micro-batches of one step, so that the loss is one mean over all their slots.
 
-    A backward pass is due before the weight of later micro-batches is known. So each divides by the
-    weight of the first one, and `correction` is what the sum of their gradients lacks at the end.
+    One mean, not a mean per round: every block counts alike. Fewer blocks are rolled out than
+    drawn, so equally weighted rounds would let a few blocks carry most of the gradient's noise.
+
+    The weight of later micro-batches is known only after their rollouts, but each backward pass
+    runs before that. So every micro-batch divides by the weight of the first, and the accumulated
+    gradients are multiplied by `correction` before they are clipped.
 
     Attributes:
         totals_R4: per round, over processes and micro-batches: weighted loss, weight, accepted
@@ -140,12 +145,12 @@ class LossWindow:
         return (losses_R * self._shares_R).sum() / _positive((weights_R * self._shares_R).sum())
 
     def correction(self) -> Tensor:
-        """What the sum of the gradients is to be multiplied by."""
+        """The factor for the accumulated gradients: the first weight over the total weight."""
         return self._first / _positive((self.totals_R4[:, 1] * self._shares_R).sum())
 
 
 def _positive(weight: Tensor) -> Tensor:
-    """The weight, or 1 in place of 0, where the loss is 0 as well."""
+    """The weight, or 1 where it is 0: the loss is 0 there too, and 0 / 1 is what it should be."""
     return weight.where(weight > 0, torch.ones_like(weight))
 
 
@@ -155,7 +160,7 @@ def slot_weights(block_size: int, gamma: float) -> Tensor:
 
 
 def dpace_weights(losses_BNJ: Tensor, supervised_BNJ: Tensor, alpha: float) -> Tensor:
-    """Weights of slots 1..K-1 by what each contributes to the expected acceptance length.
+    """Weights of slots 1..K-1: the contribution of each to the expected acceptance length.
 
     `w_j = sum over m >= j of product over i <= m of ((1 - alpha) q_i + alpha)`, where
     `q_i = exp(-loss_i)` is the drafter's probability of the label, without gradient. The product is
@@ -179,10 +184,10 @@ def token_losses(
 
     Args:
         hidden_BNJD: drafter output of the predicted slots.
-        labels_BNJ: token ids; those that do not count may be anything inside the vocabulary.
+        labels_BNJ: token ids; unsupervised ones may be any id of the vocabulary.
         head: hidden states to logits.
-        weight_VD: the head's matrix, frozen, where it is nothing more; then no logit is computed
-            twice.
+        weight_VD: the head's frozen matrix if the head is a plain matrix product. Then no logit is
+            computed twice; any other head is recomputed in the backward pass.
 
     Returns:
         float32 losses and predicted ids, both shaped like the labels.
@@ -207,19 +212,20 @@ def token_losses(
 def _chunk(
     hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The slow twin: logits are computed once more in the backward pass."""
+    """For heads that are more than a matrix: the backward pass computes the logits again."""
     logits = head(hidden).float().flatten(0, 1)
     loss = cross_entropy(logits, labels.flatten(), reduction="none")
     return loss.view_as(labels), logits.detach().argmax(-1).view_as(labels)
 
 
 class HeadLoss(torch.autograd.Function):
-    """Head and loss chunk by chunk, the gradient computed while the logits are there.
+    """Head and loss chunk by chunk; the gradient is computed while the chunk's logits exist.
 
-    A slot's loss depends on its own hidden state alone, so the gradient for a loss of 1 (of a
-    cross-entropy `(softmax - onehot) W`) is as large as the hidden state, and the backward pass
-    only scales it. `of_chunk` gets the chunk's place, its rows `[T, D]` and whether a gradient is
-    wanted; it returns losses and predictions `[T]`, and unit gradients `[T, D]` or None.
+    A slot's loss depends on its own hidden state alone. So the gradient for an upstream gradient of
+    1 (for cross-entropy `(softmax - onehot) W`) has the shape of the hidden state, and the backward
+    pass only scales it: no logit is kept, and none is computed twice. `of_chunk` gets the chunk's
+    slice, its rows `[T, D]` and whether a gradient is needed; it returns losses and predictions
+    `[T]`, and unit gradients `[T, D]` or None.
     """
 
     @staticmethod
@@ -255,7 +261,7 @@ def _head_loss(
         logits_TV = linear(rows_TD, weight_VD).float()
         top_T1, predicted_T1 = logits_TV.max(dim=-1, keepdim=True)
         of_label_T1 = logits_TV.gather(-1, labels_T1)
-        # From here the memory of the logits holds what the softmax is made of.
+        # In place: a second `[T, V]` buffer would double the memory of the chunk.
         exponentials_TV = logits_TV.sub_(top_T1).exp_()
         total_T1 = exponentials_TV.sum(dim=-1, keepdim=True)
         losses_T1 = total_T1.log() + top_T1 - of_label_T1
@@ -272,18 +278,18 @@ def soft_losses(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Divergence `KL(p || q)` of every slot, without ever holding all logits.
 
-    p is the target's distribution at temperature 1 on the data's own path, q the drafter's. This is
-    the forward divergence that distillation for speculative decoding began with (DistillSpec, arXiv
-    2310.08461). The target's logits are made chunk by chunk from its clean hidden states too.
+    p is the target's distribution at temperature 1 on the data's own path, q the drafter's: the
+    forward divergence of DistillSpec (arXiv 2310.08461). The target's logits are computed chunk by
+    chunk as well, from its clean hidden states.
 
     Args:
         hidden_BNJD: drafter output of the predicted slots, `[B, N, J, D]`.
-        clean_BSD: what the target's head reads at the clean tokens, without gradient.
-        rows_BNJ: position of the clean token before each slot, whose row predicts the slot; those
-            that do not count may lie behind the sequence. `[B, N, J]`.
+        clean_BSD: input of the target's head at the clean tokens, without gradient.
+        rows_BNJ: position of the clean token before each slot, whose row predicts the slot;
+            unsupervised ones may lie beyond the end of the sequence. `[B, N, J]`.
         head: hidden states to logits.
-        weight_VD: the head's matrix, frozen, where it is nothing more; then no logit of the
-            drafter is computed twice.
+        weight_VD: the head's frozen matrix if the head is a plain matrix product. Then no logit of
+            the drafter is computed twice.
 
     Returns:
         float32 losses and the drafter's greedy ids, both shaped like the rows.
@@ -314,7 +320,7 @@ def soft_losses(
 def _soft_chunk(
     hidden: Tensor, clean: Tensor, head: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The slow twin: logits are computed once more in the backward pass."""
+    """For heads that are more than a matrix: the backward pass computes the logits again."""
     logits = head(hidden).float()
     wanted = head(clean).float().log_softmax(-1)
     losses = kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
