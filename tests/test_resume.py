@@ -21,7 +21,7 @@ from targets import random_target
 
 from dflow_lightning.errors import InputError
 from dflow_lightning.run import checkpoint
-from dflow_lightning.run.checkpoint import check_disk, filled
+from dflow_lightning.run.checkpoint import filled, require_room
 
 if TYPE_CHECKING:
     from launch import Launcher
@@ -237,9 +237,9 @@ def test_bytes_of_a_checkpoint_are_foreseen(server: Server, shared: Path) -> Non
     weights = torch.load(file, weights_only=True)["state_dict"].values()
     foreseen = checkpoint.COPIES * sum(t.numel() * t.element_size() for t in weights)
     assert foreseen <= tensors <= 1.01 * foreseen  # and the optimizer's counts of steps
-    check_disk(file, needed=10, free=30, files=3)
+    require_room(file, needed=10, free=30, files=3)
     with pytest.raises(InputError, match=r"3 checkpoints of 0\.00 GB"):
-        check_disk(file, needed=10, free=29, files=3)
+        require_room(file, needed=10, free=29, files=3)
 
 
 # ---------------------------------------------------------------- what a resume may not change

@@ -23,7 +23,7 @@ from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.completion import parsers_of_commands, script
 from dflow_lightning.errors import InputError
 from dflow_lightning.run.progress import LINE_SECONDS, Speed, by_round, measured
-from dflow_lightning.run.summary import BestSoFar, Decoded, decoded, print_decoded
+from dflow_lightning.run.summary import BestSoFar, FamilyTau, decoded, print_decoded
 from dflow_lightning.sweep.command import SweepSettings
 from dflow_lightning.terminal import (
     Screen,
@@ -275,8 +275,8 @@ def test_time_left_counts_validations(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_best_so_far_of_each_family() -> None:
     best = BestSoFar()
     best.start(3.0)
-    first = best.update({"math": Decoded(2.0, None), "all": Decoded(2.5, 2.0)}, 10)
-    second = best.update({"math": Decoded(1.5, None), "all": Decoded(3.5, 2.0)}, 20)
+    first = best.update({"math": FamilyTau(2.0, None), "all": FamilyTau(2.5, 2.0)}, 10)
+    second = best.update({"math": FamilyTau(1.5, None), "all": FamilyTau(3.5, 2.0)}, 20)
     assert (first["math"], first["all"]) == ((2.0, 10), (3.0, None))
     assert (second["math"], second["all"]) == ((2.0, 10), (3.5, 20))
 
@@ -290,7 +290,7 @@ def test_table_with_and_without_relay() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert re.search(r"^all +2\.500 +2\.000 +\+25\.0% +2\.500 now$", text, re.M)
     assert re.search(r"^math +2\.500 +- +- +2\.500 now$", text, re.M)
-    print_decoded(console, "", {"all": Decoded(2.0, None)})
+    print_decoded(console, "", {"all": FamilyTau(2.0, None)})
     assert "relay" not in console.file.getvalue().partition("now\n")[2].partition("now")[2]  # type: ignore[attr-defined]
 
 

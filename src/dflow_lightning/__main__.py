@@ -43,17 +43,17 @@ def dispatch(args: list[str]) -> int:
     if command in TOOLS:
         run_tool(command, args)
     elif command == "completion":
-        from dflow_lightning.completion import run as completion
+        from dflow_lightning.completion import print_completion
 
-        return completion(args[1:])
+        return print_completion(args[1:])
     elif command == "plan":
         from dflow_lightning.plan.command import run as plan
 
         return plan(args[1:])
     elif command == "sweep":
-        from dflow_lightning.sweep.command import run as sweep
+        from dflow_lightning.sweep.command import run_sweep
 
-        return sweep(args[1:])
+        return run_sweep(args[1:])
     elif command == "doctor":
         from dflow_lightning.doctor.command import run as doctor
 
@@ -82,7 +82,7 @@ def complain(error: Exception) -> None:
     print(f"error: {text}", file=sys.stderr)
 
 
-def outcome(args: list[str]) -> int:
+def exit_status(args: list[str]) -> int:
     """The exit status of a command line; a user's mistake is printed as one line."""
     try:
         return dispatch(args)
@@ -111,7 +111,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        status = outcome(list(sys.argv[1:] if args is None else args))
+        status = exit_status(list(sys.argv[1:] if args is None else args))
         sys.stdout.flush()
     except BrokenPipeError:
         from dflow_lightning.terminal import hush, reader_has_gone

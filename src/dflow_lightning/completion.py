@@ -17,13 +17,13 @@ from dflow_lightning.commands import RUNS, TOOLS, load_tool
 from dflow_lightning.errors import InputError
 from dflow_lightning.plan.command import make_parser as plan_parser
 from dflow_lightning.run.fit import COMMANDS, recipe_parser
-from dflow_lightning.sweep.command import make_parser as sweep_parser
+from dflow_lightning.sweep.command import sweep_parser
 from dflow_lightning.training.base import BLOCK
 
 SHELLS = ("bash", "zsh")
 # Options that are text, since a hub id will do as well, but mostly name a file or a folder.
 ALSO_PATHS = {"target", "tokenizer", "data", "suite", "path", "ckpt_path", "init_from"}
-USAGE = """usage: dflow-train completion bash|zsh
+_USAGE = """usage: dflow-train completion bash|zsh
 
 Print a script that completes commands, options, choices and paths. It takes some seconds to make:
 save it where the shell looks for it, and again after an update.
@@ -35,10 +35,10 @@ example:
   dflow-train completion bash > ~/.dflow-completion; source ~/.dflow-completion"""
 
 
-def run(args: Sequence[str]) -> int:
+def print_completion(args: Sequence[str]) -> int:
     """Print the script of a shell; returns the exit status."""
     if not args or args[0] in ("-h", "--help"):
-        print(USAGE)
+        print(_USAGE)
         return 0 if args else 2
     if args[0] not in SHELLS or len(args) > 1:
         near = difflib.get_close_matches(args[0], SHELLS, n=1)

@@ -226,13 +226,13 @@ def check_disk(environment: Environment) -> str:
         if free < LITTLE_DISK:
             raise DoubtError(f"{said}; free some space, or choose a --run_dir on another disk")
         return said
-    from dflow_lightning.run.checkpoint import CHECKPOINT_FOLDER, check_disk
+    from dflow_lightning.run.checkpoint import CHECKPOINT_FOLDER, require_room
 
     replaced = sum(path.stat().st_size for path in (folder / CHECKPOINT_FOLDER).glob("*.ckpt"))
     files = max(0, environment.recipe.checkpoint.save_top_k) + 2
     needed = plan.checkpoint()
     if environment.recipe.trainer.enable_checkpointing is not False:
-        check_disk(folder / CHECKPOINT_FOLDER, needed=needed, free=free + replaced, files=files)
+        require_room(folder / CHECKPOINT_FOLDER, needed=needed, free=free + replaced, files=files)
     return f"{said}, checkpoints take {files * needed / 1e9:.2f}"
 
 

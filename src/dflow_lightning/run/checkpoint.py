@@ -114,7 +114,7 @@ class Checkpointing(ModelCheckpoint):
             self._boundary = trainer.fit_loop.state_dict()
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             free, folder = self._free_bytes(), Path(self.dirpath or ".")
-            check_disk(
+            require_room(
                 folder,
                 needed=self._needed_bytes(pl_module),
                 free=trainer.strategy.broadcast(free),
@@ -215,7 +215,7 @@ class Checkpointing(ModelCheckpoint):
         return shutil.disk_usage(folder).free + sum(path.stat().st_size for path in files)
 
 
-def check_disk(folder: Path, *, needed: int, free: int, files: int) -> None:
+def require_room(folder: Path, *, needed: int, free: int, files: int) -> None:
     """Raise `InputError` where `files` checkpoints of `needed` bytes each have no room."""
     if files * needed > free:
         raise InputError(

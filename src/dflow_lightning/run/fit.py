@@ -38,7 +38,7 @@ from dflow_lightning.training.rollout import OnlineRollout
 from dflow_lightning.training.saved import open_checkpoint
 from dflow_lightning.training.validation import ValidationDecoding
 
-RUNS = Path("runs")
+RUNS_FOLDER = Path("runs")
 SECTIONS = {
     "rollout": OnlineRollout,
     "validation": ValidationDecoding,
@@ -259,11 +259,11 @@ def default_run_dir(name: str, ckpt_path: str | None, *, fresh: bool) -> Path:
     """
     if ckpt_path not in (None, "last", "best", "auto"):
         folder = Path(ckpt_path).absolute().parent
-        return folder.parent if folder.name == CHECKPOINT_FOLDER else RUNS / name
-    folder, number, newest = RUNS / name, 1, None
+        return folder.parent if folder.name == CHECKPOINT_FOLDER else RUNS_FOLDER / name
+    folder, number, newest = RUNS_FOLDER / name, 1, None
     while (folder / CHECKPOINT_FOLDER).exists():
         number, newest = number + 1, folder
-        folder = RUNS / f"{name}-{number}"
+        folder = RUNS_FOLDER / f"{name}-{number}"
     return folder if newest is None or (fresh and ckpt_path is None) else newest
 
 

@@ -22,7 +22,7 @@ from dflow_lightning.run.ranks import Ranks
 from dflow_lightning.tracking.callback import RecipeRecord
 from dflow_lightning.training.rollout import OnlineRollout
 
-FOLDER = "nonfinite"
+NONFINITE_FOLDER = "nonfinite"
 NAMED_SAMPLES = 8  # in the sentence; the file has them all
 
 
@@ -186,7 +186,11 @@ class Guards(Callback):
             save(content, self._path(trainer, "weights"))
 
     def _path(self, trainer: Trainer, name: str) -> Path:
-        return Path(trainer.default_root_dir) / FOLDER / f"step{trainer.global_step}-{name}.pt"
+        return (
+            Path(trainer.default_root_dir)
+            / NONFINITE_FOLDER
+            / f"step{trainer.global_step}-{name}.pt"
+        )
 
 
 def largest(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from dflow_lightning.training.rollout import OnlineRollout
 from dflow_lightning.training.validation import ValidationDecoding
 
 
-def count(number: float) -> str:
+def short_count(number: float) -> str:
     """A number of parameters or tokens: `1,234`, `5.67 M` or `8.90 B`."""
     for size, unit in ((1e9, " B"), (1e6, " M")):
         if number >= size:
@@ -47,7 +47,7 @@ def plan(trainer: Trainer, module: Any, steps: int | None) -> dict[str, str]:
         "data": data(trainer),
         "validation": validation(trainer, module),
         "steps": length(trainer, steps),
-        "hardware": hardware(trainer),
+        "hardware": processes(trainer),
         "folder": folder(trainer),
     }
     return {subject: text for subject, text in texts.items() if text}
@@ -79,7 +79,7 @@ def target(module: Any) -> str:
         return path
     weights = sum(getattr(p, "ds_numel", p.numel()) for p in frozen.model.parameters())
     kind = str(frozen.dtype).removeprefix("torch.")
-    return f"{path}, {count(weights)} parameters, {frozen.num_layers} layers, {kind}, frozen"
+    return f"{path}, {short_count(weights)} parameters, {frozen.num_layers} layers, {kind}, frozen"
 
 
 def drafter(module: Any) -> str:
@@ -89,7 +89,7 @@ def drafter(module: Any) -> str:
         trained = [p for p in part.parameters() if p.requires_grad]
         if trained:
             size = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
-            parts.append(f"{name} {count(size)}")
+            parts.append(f"{name} {short_count(size)}")
     text = f"trained parameters: {', '.join(parts)}"
     dims = getattr(getattr(module, "drafter", None), "dims", None)
     if dims is not None:
@@ -121,7 +121,7 @@ def data(trainer: Trainer) -> str:
     sets = ", ".join(map(str, module.paths["train"]))
     rows, tokens = module.train_size
     packed = f", packed into rows of {module.max_length}" if module.pack else ""
-    return f"{sets}: {plural(rows, 'row')}, {count(tokens)} tokens{packed}"
+    return f"{sets}: {plural(rows, 'row')}, {short_count(tokens)} tokens{packed}"
 
 
 def validation(trainer: Trainer, module: Any) -> str:
@@ -162,7 +162,7 @@ def length(trainer: Trainer, steps: int | None) -> str:
     return f"{steps:,} ({epochs:.1f} epochs); {each}"
 
 
-def hardware(trainer: Trainer) -> str:
+def processes(trainer: Trainer) -> str:
     """Processes, device, strategy and precision."""
     device = trainer.strategy.root_device
     if device.type == "cuda":
@@ -212,14 +212,14 @@ class Best(NamedTuple):
     step: int | None
 
 
-class Decoded(NamedTuple):
+class FamilyTau(NamedTuple):
     """Tau of one family, with the relay (or of a drafter that has none) and without it."""
 
     tau: float
     relay_off: float | None
 
 
-def decoded(metrics: Mapping[str, Any], prefix: str) -> dict[str, Decoded]:
+def decoded(metrics: Mapping[str, Any], prefix: str) -> dict[str, FamilyTau]:
     """Results that `ValidationDecoding` logged, by family, all families together last."""
     found = {}
     for name in sorted(metrics):
@@ -231,9 +231,9 @@ def decoded(metrics: Mapping[str, Any], prefix: str) -> dict[str, Decoded]:
     return found
 
 
-def _read(metrics: Mapping[str, Any], name: str) -> Decoded:
+def _read(metrics: Mapping[str, Any], name: str) -> FamilyTau:
     off = metrics.get(f"{name}_relay_off")
-    return Decoded(float(metrics[name]), None if off is None else float(off))
+    return FamilyTau(float(metrics[name]), None if off is None else float(off))
 
 
 class BestSoFar:
@@ -247,7 +247,7 @@ class BestSoFar:
         if tau is not None and TOGETHER not in self._best:
             self._best[TOGETHER] = Best(tau, None)
 
-    def update(self, found: Mapping[str, Decoded], step: int) -> dict[str, Best]:
+    def update(self, found: Mapping[str, FamilyTau], step: int) -> dict[str, Best]:
         """Add a validation; returns the best of every family."""
         for family, now in found.items():
             if family not in self._best or now.tau > self._best[family].tau:
@@ -258,7 +258,7 @@ class BestSoFar:
 def print_decoded(
     console: Console,
     title: str,
-    found: Mapping[str, Decoded],
+    found: Mapping[str, FamilyTau],
     best: Mapping[str, Best] | None = None,
     step: int | None = None,
 ) -> None:

@@ -112,17 +112,17 @@ class SweepSettings:
         return options
 
 
-def make_parser() -> ToolParser:
+def sweep_parser() -> ToolParser:
     """Of the sweep's own options."""
     parser = ToolParser(prog="dflow-train sweep", description=SweepSettings.__doc__)
     parser.add_class_arguments(SweepSettings)
     return parser
 
 
-def run(args: Sequence[str]) -> int:
+def run_sweep(args: Sequence[str]) -> int:
     """Train, export and measure every recipe with every seed; 0 when all are finished."""
     own, overrides = split(args)
-    parser = make_parser()
+    parser = sweep_parser()
     settings = parser.instantiate_classes(
         parser.parse_args(spell_out(option_types(SweepSettings), own))
     )
@@ -131,7 +131,7 @@ def run(args: Sequence[str]) -> int:
     command = shlex.join(["dflow-train", "sweep", *args])
     with SweepFolder.open(settings.out) as folder:
         folder.agree(
-            {name: digest(recipe) for name, recipe in recipes.items()},
+            {name: recipe_hash(recipe) for name, recipe in recipes.items()},
             overrides,
             settings.bench_options(),
         )
@@ -230,7 +230,7 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return yaml.safe_load(parser.dump(found, skip_none=False, format="yaml"))
 
 
-def digest(recipe: dict[str, Any]) -> str:
+def recipe_hash(recipe: dict[str, Any]) -> str:
     """A hash of all values, to notice a recipe that was changed between two calls."""
     text = yaml.safe_dump(recipe | {"run_dir": None}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

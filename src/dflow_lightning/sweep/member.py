@@ -13,7 +13,7 @@ from typing import Any
 
 from dflow_lightning import files
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Children:
@@ -33,7 +33,7 @@ class Children:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Children":
-        self._previous = {signum: signal.signal(signum, self._handle) for signum in ENDING}
+        self._previous = {signum: signal.signal(signum, self._handle) for signum in HANDED_ON}
         return self
 
     def __exit__(self, *_: object) -> None:
