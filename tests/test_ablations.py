@@ -114,10 +114,10 @@ def test_recipes_without_a_base_are_left_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("base: nowhere.yaml\n", "base is 'nowhere.yaml', which is no file beside it"),
-        ("base: 3\n", "base is 3, which is no file"),
-        ("base: other.yaml\n", "other.yaml: base it.yaml leads back to it"),
-        ("base: it.yaml\n", "base it.yaml leads back to it"),
+        ("base: nowhere.yaml\n", "base is 'nowhere.yaml', which is not a file"),
+        ("base: 3\n", "base is 3, which is not a file"),
+        ("base: other.yaml\n", "other.yaml: base it.yaml is circular"),
+        ("base: it.yaml\n", "base it.yaml is circular"),
         ("{base: plain.yaml, model: {seed: 2}}\n", "write base: plain.yaml as one line"),
     ],
 )

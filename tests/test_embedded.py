@@ -86,7 +86,7 @@ def test_nothing_is_written_over(small: Path, tmp_path: Path, way: str) -> None:
 
 def test_a_place_that_is_no_folder_is_refused(small: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"out: .*file is no folder that can be written to"):
+    with pytest.raises(InputError, match=r"out: .*file is not a writable folder"):
         embedded.write_out(tmp_path / "file")
 
 

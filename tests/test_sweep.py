@@ -115,7 +115,7 @@ def test_a_crash_ends_one_run_and_not_the_sweep(sweep, imitated):
     assert given == ["fit small-0", "fit small-1", "export small-1", "bench small-1"]
     assert "1 of 2 runs finished" in done.out
     assert "failed: small-0, see s/small-0.log" in done.out
-    assert "go on with: dflow-train sweep --config" in done.out
+    assert "resume with: dflow-train sweep --config" in done.out
     again = imitated()
     assert sweep("--seeds", 2).status == 0
     assert again == ["fit small-0", "export small-0", "bench small-0"]
@@ -199,7 +199,7 @@ def test_folders_in_use(sweep, imitated, recipe, tmp_path):
     imitated()
     (tmp_path / "s").mkdir()
     (tmp_path / "s/thesis.txt").touch()
-    assert "holds something that is no sweep" in sweep().err
+    assert "is not empty and not the folder of a sweep" in sweep().err
     (tmp_path / "s/thesis.txt").unlink()
     assert sweep("--seeds", 1).status == 0
     assert "has runs with bench options" in sweep("--seeds", 1, "--per_family", 5).err
@@ -210,7 +210,7 @@ def test_folders_in_use(sweep, imitated, recipe, tmp_path):
 
 def test_one_sweep_at_a_time(tmp_path):
     first = SweepFolder.open(tmp_path / "s")
-    with first, pytest.raises(InputError, match="another sweep works in"):
+    with first, pytest.raises(InputError, match="another sweep is running in"):
         SweepFolder.open(tmp_path / "s")
     with SweepFolder.open(tmp_path / "s"):
         pass  # free again
@@ -283,7 +283,7 @@ def test_a_stopped_sweep_says_how_to_go_on(sweep, imitated, monkeypatch):
     assert given == ["fit small-0"]
     assert "stopped at export" in done.out
     assert "0 of 2 runs finished" in done.out
-    assert "go on with: dflow-train sweep" in done.out
+    assert "resume with: dflow-train sweep" in done.out
     assert "failed" not in done.out
 
 

@@ -31,8 +31,8 @@ from dflow_lightning.terminal import (
     command,
     is_live,
     labelled,
+    pipe_is_broken,
     print_table,
-    reader_has_gone,
     screen,
 )
 
@@ -146,7 +146,7 @@ def test_a_broken_connection_is_not_a_reader(monkeypatch: pytest.MonkeyPatch) ->
         raise BrokenPipeError
 
     monkeypatch.setattr(entry, "dispatch", fail)
-    assert not reader_has_gone()
+    assert not pipe_is_broken()
     with pytest.raises(BrokenPipeError):
         entry.main([])
 

@@ -12,8 +12,8 @@ For a Lightning trainer of your own:
     ValidationDecoding  the callback that decodes held-out prompts
 
 Decoding without a recipe: FrozenTarget, SpeculativeDecoder, Engine, Request. A user's mistake is
-an InputError of one sentence, a run that cannot go on a RunError. Names are imported when they are
-first used, so that importing the package costs nothing.
+an InputError of one sentence, a run that cannot continue a RunError. Names are imported when they
+are first used, so that importing the package costs nothing.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -114,9 +114,9 @@ def main(args: Sequence[str] | None = None) -> int:
         status = exit_status(list(sys.argv[1:] if args is None else args))
         sys.stdout.flush()
     except BrokenPipeError:
-        from dflow_lightning.terminal import hush, reader_has_gone
+        from dflow_lightning.terminal import hush, pipe_is_broken
 
-        if not reader_has_gone():  # it was of another connection
+        if not pipe_is_broken():  # it was of another connection
             raise
         hush(sys.stdout)
         hush(sys.stderr)

@@ -85,8 +85,8 @@ def train(
         >>> run.metrics["train/tau_round0"]
 
     For a recipe of several processes Lightning starts the calling script once more for each; a
-    notebook is no script, so it trains in one process, and `dflow-train fit` in several. The random
-    generators are seeded with `seed_everything` of the recipe.
+    notebook is not a script, so it trains in one process, and `dflow-train fit` in several. The
+    random generators are seeded with `seed_everything` of the recipe.
 
     Args:
         recipe: path of a recipe, or of several: each is laid over those before it.

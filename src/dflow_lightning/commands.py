@@ -6,45 +6,54 @@ from importlib import import_module
 RUNS = {
     "fit": "train a drafter from a recipe",
     "validate": "decode validation prompts with a checkpoint, relay on and off",
-    "test": "the same on the test prompts",
-    "sweep": "run recipes times seeds one after the other, and measure each",
-    "plan": "say what a recipe needs before it is run",
+    "test": "decode test prompts with a checkpoint, relay on and off",
+    "sweep": "train and measure several recipes with several seeds",
+    "plan": "estimate memory and time of a recipe before it runs",
     "doctor": "check this environment, and a recipe on one batch",
-    "completion": "print a script that completes commands, options and paths",
+    "completion": "print a shell completion script for bash or zsh",
 }
 TOOLS = {
     "init": (
         "dflow_lightning.embedded:init_command",
         "write the tiny target, its prompts, drafters and recipes",
     ),
-    "demo": ("dflow_lightning.demo:demo_command", "the same, then train, export and measure"),
+    "demo": ("dflow_lightning.demo:demo_command", "train, export and measure a tiny drafter"),
     "prepare": (
         "dflow_lightning.prepare.command:prepare_command",
-        "let the target answer prompts, and write tokens to train on",
+        "generate answers with the target and write training data",
     ),
     "inspect": (
         "dflow_lightning.data.inspect:inspect_command",
-        "show a row of data and what is learned from it",
+        "show a row of data and which tokens are supervised",
     ),
     "export": (
         "dflow_lightning.export.command:export_command",
-        "write a checkpoint in the export layout",
+        "convert a checkpoint to the layout that engines load",
     ),
     "validate-export": (
         "dflow_lightning.export.validate:validate_export_command",
-        "prove an exported drafter before it is served",
+        "check an exported drafter before serving it",
     ),
     "serve-check": (
         "dflow_lightning.serving.check:serve_check_command",
-        "serve an exported drafter with a real engine and compare",
+        "serve an exported drafter with vLLM and compare tau",
     ),
-    "decode": ("dflow_lightning.decode.command:decode_command", "answer prompts speculatively"),
+    "decode": (
+        "dflow_lightning.decode.command:decode_command",
+        "answer prompts with speculative decoding",
+    ),
     "bench": ("dflow_lightning.bench.command:bench_command", "measure tau and speed of drafters"),
-    "report": ("dflow_lightning.report.command:report_command", "turn bench results into one page"),
-    "replay": ("dflow_lightning.run.replay:replay_command", "see where a number was not finite"),
+    "report": (
+        "dflow_lightning.report.command:report_command",
+        "render bench results as an HTML page",
+    ),
+    "replay": (
+        "dflow_lightning.run.replay:replay_command",
+        "rerun a non-finite step and locate the first bad tensor",
+    ),
     "sync": (
         "dflow_lightning.tracking.sync:sync_command",
-        "send what a run's record has not delivered yet",
+        "send tracking records that are still queued in a run",
     ),
     "ui": ("dflow_lightning.tracking.ui:ui_command", "open the dashboard of a run"),
 }

@@ -24,13 +24,13 @@ def demo_command(
 ) -> None:
     """Write the embedded default, train a DFlow drafter on it, export and measure it.
 
-    Needs no GPU, no account and no network: some minutes on two CPU cores.
+    Needs no GPU, no account and no network; takes a few minutes on two CPU cores.
 
     Args:
-        out: folder to work in; files of the embedded default that it lacks are written.
-        run_dir: where in it the run goes; it must not exist.
+        out: working folder; missing files of the embedded default are written there.
+        run_dir: run folder inside `out`; it must not exist.
         steps: training steps.
-        per_family: prompts of each family to measure with.
+        per_family: prompts per family to measure with.
     """
     for name, count in {"steps": steps, "per_family": per_family}.items():
         if count < 1:

@@ -17,18 +17,16 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def check_writable(path: Path, field: str) -> None:
-    """Refuse a file that could not be written, before hours are spent on its content."""
+    """Raise `InputError` for a file that cannot be written, before hours go into its content."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if path.is_dir():
         raise InputError(f"{field}: {path} is a folder; name a file")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(
-            f"{field}: {folder} is no folder that can be written to; name another place"
-        )
+        raise InputError(f"{field}: {folder} is not a writable folder; choose another path")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as a whole."""
+    """Write a file atomically."""
     with staged_file(path) as staged:
         staged.write_text(text, encoding="utf-8")
 
@@ -72,7 +70,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
 
 
 def take_place(staged: Path, out: Path) -> None:
-    """Give a whole file or folder its name; what had that name is removed.
+    """Move a complete file or folder to `out`, replacing what was there.
 
     A process that is killed leaves the one or the other at `out`; where the system cannot exchange
     two folders in one step, `recover` brings back what had been set aside.

@@ -28,7 +28,7 @@ NARROWEST = 20  # cells that text is folded to at least, beside its label
 
 
 class Screen(Console):
-    """A rich console that treats a reader who has gone as `print` does."""
+    """A rich console that raises BrokenPipeError, as `print` does."""
 
     def on_broken_pipe(self) -> None:
         """Raise it again; rich would exit with status 1."""
@@ -129,8 +129,8 @@ def print_json(content: Any, *, indent: int | None = 1, stream: IO[str] | None =
     print(json.dumps(content, ensure_ascii=False, indent=indent), file=stream, flush=True)
 
 
-def reader_has_gone() -> bool:
-    """Whether standard output or standard error is a pipe that nobody reads any more."""
+def pipe_is_broken() -> bool:
+    """Whether standard output or standard error is a pipe whose reader has closed it."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             poll = select.poll()
@@ -159,7 +159,7 @@ def hush(stream: IO[str]) -> None:
 def shielded(write: Callable[[], Any]) -> bool:
     """Call what prints; False where it cannot be printed any more, which is then dropped.
 
-    A long run outlives its log: a reader that has gone, a closed terminal, a full disk.
+    A long run outlives its log: a broken pipe, a closed terminal, a full disk.
     """
     try:
         write()

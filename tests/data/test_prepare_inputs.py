@@ -169,4 +169,4 @@ def test_a_folder_that_may_not_be_written(prepare, tmp_path, monkeypatch):
     status, err = prepare(path)
     assert status == 2
     assert err.startswith("error: out: ")
-    assert "no folder that can be written to" in err
+    assert "not a writable folder" in err

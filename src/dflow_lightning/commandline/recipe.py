@@ -74,7 +74,7 @@ class Recipe:
         """Read a command line and the recipes that it names.
 
         Raises:
-            InputError: a recipe cannot be read, gives a key twice or holds what is no number; a
+            InputError: a recipe cannot be read, gives a key twice or holds NaN; a
                 base does not exist, or is the recipe itself.
         """
         parts: list[Option | Layer] = []
@@ -180,11 +180,11 @@ def read_layers(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
     chain = (*above, path.resolve())
     if not isinstance(named, str) or not base.is_file():
         raise InputError(
-            f"{path}: {BASE} is {named!r}, which is no file beside it; give the path of a recipe, "
+            f"{path}: {BASE} is {named!r}, which is not a file; give the path of a recipe, "
             "relative to this one"
         )
     if base.resolve() in chain:
-        raise InputError(f"{path}: {BASE} {named} leads back to it; name a recipe below it")
+        raise InputError(f"{path}: {BASE} {named} is circular; name a recipe not based on it")
     content = {key: value for key, value in layer.content.items() if key != BASE}
     # Blanked and not removed, so that positions and line numbers stay those of the file.
     text = re.sub(rf"(?m)^{BASE}:.*$", lambda line: " " * len(line[0]), layer.text)

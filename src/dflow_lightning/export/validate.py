@@ -59,7 +59,7 @@ def validate_export_command(
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Prove an exported drafter before it is served; one line a check, status 1 if one fails.
+    """Check an exported drafter before it is served; exit status 1 if a check fails.
 
     Args:
         drafter: folder of the export.
@@ -67,12 +67,12 @@ def validate_export_command(
         checkpoint: the checkpoint file it was exported from, to compare weights and logits.
         num_prompts: prompts for the lossless check.
         suite: `tiny` (the embedded target's test prompts) or a JSONL file of prompts.
-        max_new_tokens: upper limit of their answers.
+        max_new_tokens: maximum length of an answer, in tokens.
         json: also write the checks to this file as JSON; without a file name print them on
             standard output and everything else on standard error.
         device: `cpu`, `cuda`, or one GPU such as `cuda:1`; auto is the GPU where there is one.
-        dtype: of the target's weights; auto is bfloat16 on a GPU and float32 on a CPU. Whether
-            answers equal plain decoding is decided in float32 alone.
+        dtype: dtype of the target's weights; auto is bfloat16 on a GPU and float32 on a CPU.
+            Whether answers equal plain decoding is decided in float32 alone.
     """
     for name, value in {"num_prompts": num_prompts, "max_new_tokens": max_new_tokens}.items():
         if value < 1:

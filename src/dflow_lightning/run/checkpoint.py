@@ -39,16 +39,15 @@ COPIES = 3  # of a parameter in a checkpoint: itself and Adam's two moments
 class Checkpointing(ModelCheckpoint):
     """Keeps `checkpoints/best.ckpt`, by real decoding, and `checkpoints/last.ckpt`.
 
-    Every checkpoint stands at an optimizer step: batches of which only gradients were accumulated
-    when it was written, or whose step failed, count as not yet read, and a resume reads them again.
-    It is written under a hidden name and renamed, so that a kill or a full disk leaves the one
-    before.
+    Checkpoints are taken at optimizer steps: batches whose gradients were only accumulated, or
+    whose step failed, count as unread and are read again on resume. A checkpoint is written under a
+    hidden name and then renamed, so that a kill or a full disk leaves the previous one intact.
 
     Args:
-        monitor: The metric that chooses the best checkpoint.
+        monitor: Metric that selects the best checkpoint.
         mode: Whether the largest or the smallest value is best.
-        save_top_k: How many of the best to keep; above 1 their names hold step and value.
-        every_n_steps: Also write `last.ckpt` every so many steps, not only after validation.
+        save_top_k: Number of best checkpoints to keep; above 1 file names contain step and value.
+        every_n_steps: Also write `last.ckpt` every N steps, not only after validation.
     """
 
     def __init__(

@@ -55,8 +55,8 @@ TRAINER_DEFAULTS = {
 INTERPOLATION = {"parser_mode": "omegaconf+"}  # plain `omegaconf` leaves stale values behind
 COMMANDS = ("fit", "validate", "test")
 METHOD_HELP = (
-    "What is trained: `block` is a block drafter (DFlash, DFlow), `eagle3` the autoregressive "
-    "baseline. It decides which settings `model` has."
+    "What to train: `block` is a block drafter (DFlash, DFlow), `eagle3` the autoregressive "
+    "baseline. It determines which settings `model` accepts."
 )
 
 
@@ -163,7 +163,7 @@ class TrainCLI(LightningCLI):
         return [own] if chosen is True else [own, *as_list(chosen)]
 
     def after_fit(self) -> None:
-        """Says what there is now and what to do with it."""
+        """Prints what the run has written and the commands to use it."""
         if not self.trainer.is_global_zero or self._settings.quiet:
             return
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
@@ -209,8 +209,8 @@ def add_own_arguments(parser: LightningArgumentParser, method: Method) -> None:
         "--run_dir",
         type=Path | None,
         default=None,
-        help="Where checkpoints, recipe and MLflow store go. By default a new folder "
-        "runs/<recipe name>; a folder that is named here is written into as it is.",
+        help="Run folder: checkpoints, resolved recipe and MLflow store. By default a new folder "
+        "runs/<recipe name>; a folder given here is used as it is.",
     )
     parser.add_argument("--quiet", type=bool, default=False, help="Print warnings and errors only.")
     parser.link_arguments("model.target.path", "data.tokenizer")
@@ -223,8 +223,12 @@ def recipe_parser(method: Method, command: str = "fit", prog: str | None = None)
     """
     name = prog or f"dflow-train {command}"
     made: Any = RunParser(prog=name, **INTERPOLATION)  # type: ignore[arg-type]
-    made.add_argument("-c", "--config", action=ActionConfigFile, help="A recipe, then overlays.")
-    made.add_argument("--seed_everything", type=bool | int, default=0, help="Seed of the run.")
+    made.add_argument(
+        "-c", "--config", action=ActionConfigFile, help="A recipe; repeat it for overlays."
+    )
+    made.add_argument(
+        "--seed_everything", type=bool | int, default=0, help="Random seed of the run."
+    )
     made.add_lightning_class_args(Trainer, "trainer")
     made.set_defaults({f"trainer.{key}": value for key, value in TRAINER_DEFAULTS.items()})
     made.add_lightning_class_args(MODULES[method], "model")

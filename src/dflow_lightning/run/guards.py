@@ -39,9 +39,9 @@ class Guards(Callback):
     """Stops the run at a non-finite loss, gradient or weight.
 
     Args:
-        enabled: False checks nothing.
-        parameters_every_n_steps: How often all weights are checked; also before each checkpoint, so
-            that no unusable one is saved. Loss and gradients are checked in every step.
+        enabled: False disables all checks.
+        parameters_every_n_steps: Check all weights every N steps, and before each checkpoint so
+            that no unusable one is saved. Loss and gradients are checked at every step.
     """
 
     def __init__(self, *, enabled: bool = True, parameters_every_n_steps: int = 100):

@@ -1,4 +1,4 @@
-"""`dflow-train replay`: a step that was not finite once more, module by module."""
+"""`dflow-train replay`: rerun a non-finite step, module by module."""
 
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ STEP_KEYS = ("loss", "num_anchors", "seed", "ttt_steps", "step_decay")
 
 
 def replay_command(*, file: Path, target: str | None = None, device: str = "cpu") -> None:
-    """Run the batches again that a guard has written, and say where the first bad number is.
+    """Rerun the batches that a guard saved and report the first non-finite tensor.
 
     Args:
-        file: `nonfinite/step<N>-rank<R>.pt` of a run; the weights lie beside it.
-        target: where the target is now, if it has moved.
+        file: `nonfinite/step<N>-rank<R>.pt` of a run, with the weights file beside it.
+        target: path of the target, if it has moved.
         device: `cpu`, `cuda`, or one GPU such as `cuda:1`; auto is the GPU where there is one.
     """
     chosen = choose_device(device)

@@ -58,7 +58,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     Args:
         stage: 1 shards the optimizer's state, 2 the gradients too, 3 the weights as well.
         offload: keep the optimizer's state in CPU memory and step there.
-        bucket_elements: gradient elements that are reduced at once.
+        bucket_elements: gradient elements per reduction bucket.
         timeout_minutes: how long a process waits for the others before it gives up.
     """
 
@@ -346,7 +346,7 @@ def check_name(strategy: Any) -> None:
         )
     if isinstance(strategy, str) and strategy not in ["auto", *StrategyRegistry]:
         raise InputError(
-            f"trainer.strategy is {strategy}, which is none; "
+            f"trainer.strategy is {strategy}, which is unknown; "
             f"choose of auto, ddp, {', '.join(NAMES)}"
         )
 

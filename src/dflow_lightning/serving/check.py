@@ -87,18 +87,18 @@ def serve_check_command(
     dtype: str = "float32",
     device: str = "auto",
 ) -> None:
-    """Serve an exported drafter with a real engine and compare; status 1 if it is not as here.
+    """Serve an exported drafter with a real engine; exit status 1 if tau or answers differ.
 
     Args:
         drafter: folder of an exported drafter.
         target: hub id or folder of the target.
         engine: the serving engine.
-        python: the interpreter of the engine's environment.
+        python: Python interpreter of the engine's environment.
         suite: `tiny` (the embedded target's test prompts) or a JSONL file of prompts.
-        num_prompts: how many of its prompts.
-        max_new_tokens: upper limit of an answer.
-        concurrency: requests in flight.
-        dtype: that the engine computes in; answers are judged in float32, else only reported.
+        num_prompts: number of prompts taken from the suite.
+        max_new_tokens: maximum length of an answer, in tokens.
+        concurrency: requests in flight at once.
+        dtype: dtype the engine computes in; differing answers fail the check in float32 only.
         device: where our own engine decodes, in float32: `cpu`, `cuda`, or one GPU such as
             `cuda:1`; auto is the GPU where there is one. It leaves the GPU while a server runs.
     """

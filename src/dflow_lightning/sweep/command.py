@@ -1,7 +1,7 @@
 """`dflow-train sweep`: recipes times seeds, trained, exported and measured one after the other.
 
 Each is a process of its own, so that a crash ends one run and not the sweep. What is finished is
-kept; a second call goes on where the first one stopped.
+kept; a second call resumes where the first one stopped.
 """
 
 import hashlib
@@ -46,19 +46,19 @@ OURS = (
 
 @dataclass(kw_only=True)
 class SweepSettings:
-    """Options of a sweep; every other option goes to each training.
+    """Options of a sweep; all other options are passed to each training.
 
     Args:
-        config: recipes, one after the other or with `--config` before each.
-        seeds: how many, from 0; a seed is of weights, anchors and the order of data.
-        out: the folder of the sweep: a folder for each run, and one MLflow store for all.
-        suite: what `bench` asks, see there.
-        per_family: of the suite `tiny` or of a file.
-        limit: conversations of each task of other suites.
-        temperature: one or more, separated by commas.
-        concurrency: requests in flight at the same time.
-        max_new_tokens: upper limit of an answer.
-        device: where drafters are measured, see `bench`; trainings follow `--trainer.accelerator`.
+        config: recipes; list several, or repeat `--config`.
+        seeds: number of seeds, from 0; a seed sets weights, anchors and data order.
+        out: sweep folder: one folder per run, and one MLflow store for all.
+        suite: prompts to measure with, see `bench`.
+        per_family: prompts per family, for the suite `tiny` or a file.
+        limit: conversations per task, for other suites.
+        temperature: one or more, comma-separated.
+        concurrency: requests in flight at once.
+        max_new_tokens: maximum length of an answer, in tokens.
+        device: where drafters are measured, see `bench`; training follows `--trainer.accelerator`.
         dtype: of the target when drafters are measured, see `bench`.
     """
 
@@ -162,13 +162,13 @@ def member_of(
 def run_members(
     members: list[Member], children: Children, store: SweepStore | None, command: str
 ) -> int:
-    """Each run that is not finished, until all are or a signal comes."""
+    """Run every unfinished member, until all are finished or a signal arrives."""
     outcomes: dict[str, Outcome] = {}
     with children:
         for number, member in enumerate(members, start=1):
             print(f"[{number}/{len(members)}] {member.name}", flush=True)
             outcomes[member.name] = member.run(children, store.options() if store else [])
-            print(f"  {outcomes[member.name].said}", flush=True)
+            print(f"  {outcomes[member.name].message}", flush=True)
             if store and outcomes[member.name].finished:
                 store.record(member.name, member.rows())
             if children.stopped:
@@ -180,7 +180,7 @@ def run_members(
     for name in failed:
         print(f"  failed: {name}, see {members[0].folder.parent / name}.log")
     if len(finished) < len(members):
-        print(f"go on with: {command}")
+        print(f"resume with: {command}")
     if store:
         store.end("KILLED" if children.stopped else "FAILED" if failed else "FINISHED")
     if children.stopped:

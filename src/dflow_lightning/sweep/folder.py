@@ -36,7 +36,7 @@ class SweepFolder:
         """Take the folder, new or of an earlier call.
 
         Raises:
-            InputError: another sweep works in it, or it holds something else.
+            InputError: another sweep is running in it, or it is not the folder of a sweep.
         """
         if path.exists() and not path.is_dir():
             raise InputError(f"out: {path} is a file; name a folder")
@@ -44,8 +44,8 @@ class SweepFolder:
         held = path.is_dir() and any(one.name != LOCK for one in path.iterdir())
         if held and not record.is_file():
             raise InputError(
-                f"out: {path} holds something that is no sweep; name a new folder, or that of a "
-                "sweep to go on with"
+                f"out: {path} is not empty and not the folder of a sweep; choose a new folder, or "
+                "one of a sweep to resume"
             )
         files.check_writable(record, "out")
         path.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class SweepFolder:
         except OSError:
             os.close(lock)
             raise InputError(
-                f"out: another sweep works in {path}, or a run that one left behind; wait for it, "
+                f"out: another sweep is running in {path}, or a run it left behind; wait for it, "
                 "or name another folder"
             ) from None
         try:
@@ -91,7 +91,7 @@ class SweepFolder:
                 said = " ".join(before) or "none"
                 raise InputError(
                     f"out: {self.path} has runs with {name} options {said}, this command has "
-                    f"{' '.join(given) or 'none'}; give the same, or name another folder"
+                    f"{' '.join(given) or 'none'}; give the same ones, or choose another folder"
                 )
         known = self.record.get("recipes", {})
         for name, digest in recipes.items():

@@ -82,7 +82,7 @@ class Children:
 class Outcome:
     """How a run of the sweep ended, for the one line that is printed of it."""
 
-    said: str
+    message: str
     finished: bool = False
     failed: bool = False
 
