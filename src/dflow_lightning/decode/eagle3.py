@@ -1,10 +1,10 @@
 """Drafting with an EAGLE-3 drafter: block_size - 1 steps, each on the token of the one before.
 
-What the state carries is what every drafter's does, the context of clean rows, and one row more:
-the feature before the anchor, with which the first step begins. A context column holds the pair of
-its row, the feature there and the token after it. Rounds write the columns of what they commit;
-that of the last committed row is written by the next draft, which has both halves also after a
-prompt.
+A context column holds the pair of its row: the feature there and the token after it. The token
+is committed one round later than the feature, so the state carries one row more than for other
+drafters: the feature before the anchor, where the first step starts. A round writes the columns of
+what it commits, except the last; the next draft writes that one, because it has both halves, also
+right after a prompt.
 
 Shapes: R requests, K slots of a block, J = K-1 drafts, D hidden, V vocabulary.
 """
@@ -27,7 +27,7 @@ def draft_steps(
     """Draft J tokens, `[R, J]`.
 
     Args:
-        choose: a step's logits, `[R, V]`, and its number from 0, to its token.
+        choose: maps a step's logits, `[R, V]`, and its number (from 0) to its token.
     """
     target, drafter = models.target, models.drafter
     assert isinstance(drafter, Eagle3Drafter)
@@ -48,9 +48,10 @@ def draft_steps(
 
 
 def _keep_first(state: DecodeState, first_R1: Tensor, pair: KV, context: KV) -> None:
-    """Write the first step's pair into its context column, for the rounds to come.
+    """Write the first step's pair into its context column, for later rounds.
 
-    Not for a slot that reads its prompt: it steps on leftovers, beside columns that are final.
+    A slot that is reading its prompt is left out: it steps on stale data and would overwrite a
+    column that is already final.
     """
     rows_R1 = torch.arange(first_R1.shape[0], device=first_R1.device).unsqueeze(1)
     index = (rows_R1, slice(None), first_R1)
@@ -65,11 +66,11 @@ def extend_pairs(
 ) -> None:  # fmt: skip
     """Write the context of requests `rows_R` and keep the feature of their last clean row.
 
-    Rows behind it are written too: what comes next writes over them before they are seen.
+    Rows after it are written too: later rounds overwrite them before they become visible.
 
     Args:
         next_ids_RK: the token after each row.
-        last_R: which row is the last before the anchor; beyond the rows while a prompt is read.
+        last_R: index of the last row before the anchor; past the end while a prompt is being read.
     """
     drafter = models.drafter
     assert isinstance(drafter, Eagle3Drafter)

@@ -1,4 +1,4 @@
-"""The engine: a queue of requests, a fixed number of slots, and rounds over all that are in flight.
+"""The engine: a queue of requests, a fixed number of slots, and rounds over all active slots.
 
 A request's answer does not depend on its neighbours, the number of slots or the order of arrival:
 its tokens, caches, relay and noise are its own, and a row of a batch reads nothing of another.
@@ -33,10 +33,10 @@ ROUND_MODES = (RoundMode(), RoundMode(sampled=True), RoundMode(sampled=True, fil
 
 @dataclass
 class Flight:
-    """A request that waits or occupies a slot.
+    """A request that is waiting or occupies a slot.
 
     Attributes:
-        submitted, first_token: on the clock of `time.perf_counter`, 0 where it is still to come.
+        submitted, first_token: `time.perf_counter` values; 0 until the event happens.
         read: prompt tokens already in the caches.
         accepted: drafts accepted in each round.
         seconds: its share of the rounds' time.
@@ -57,7 +57,7 @@ class Flight:
         return self.read == len(self.request.prompt_ids)
 
     def completion(self, reason: str, now: float | None = None) -> Completion:
-        """What it has come to, for a reason: `stop`, `length` or `cancelled`."""
+        """The completion so far; `reason` is `stop`, `length` or `cancelled`."""
         end = time.perf_counter() if now is None else now
         started = self.first_token or end
         return Completion(

@@ -1,8 +1,12 @@
 """One round of speculative decoding: draft, verify, commit; each a function of tensors.
 
-The steps have the shapes of the state, write in place and never wait for the device, so that a
-whole round compiles into one graph. Shapes: R requests, T token slots, K slots of a block, J = K-1
-drafts, D hidden, C tapped width, V vocabulary.
+The steps have static shapes, write in place and never wait for the device, so that a whole round
+compiles into one graph: that saves the guards before each call and the tensors between the steps.
+One small report per round goes back to the host. Relay and carryover change drafts only, and never
+the target's input, cache or logits: decoding stays lossless.
+
+Shapes: R requests, T token slots, K slots of a block, J = K-1 drafts, D hidden, C tapped width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ SHORTEST_GRAPH = 128  # cache slots of the smallest compiled round
 
 @dataclass(frozen=True)
 class RoundMode:
-    """What is known about all requests in flight, so that a step does only what they need.
+    """What the requests in flight need, so that a step does no more than that.
 
     Args:
         sampled: some request has a temperature above zero.
@@ -60,7 +64,7 @@ class Drafts:
     """Draft tokens, `[R, J]`, and for rejection sampling their distribution, `[R, J, V]`.
 
     Args:
-        tree: where they are more than one chain; the tokens are then those of its J nodes.
+        tree: if the drafts form a tree; `tokens_RJ` then holds its J nodes below the anchor.
     """
 
     tokens_RJ: Tensor
@@ -70,14 +74,14 @@ class Drafts:
 
 @dataclass(frozen=True)
 class VerifiedBlock:
-    """What the target made of a block.
+    """The result of verifying a block.
 
     Args:
         committed_RK: accepted drafts and the bonus token, arbitrary afterwards.
         num_accepted_R: accepted drafts.
         taps_RKC: the tapped states of every row.
-        drafts_RJ: the drafts that these rows read.
-        num_rows_R: rows that exist, where a tree has fewer than K.
+        drafts_RJ: the drafts that rows 1 and up read.
+        num_rows_R: valid rows, if a path of a tree has fewer than K.
     """
 
     committed_RK: Tensor
@@ -100,8 +104,8 @@ def run_round(
     """One round over all requests of the state; returns the report of `commit`.
 
     Args:
-        measure: is told the part of the round that runs inside it.
-        draft_step: drafts in place of relay and drafter.
+        measure: context manager around each part of the round, called with its name.
+        draft_step: replaces relay and drafter.
     """
     if draft_step is None:
         with measure("relay"):
@@ -132,7 +136,7 @@ def draft(
 ) -> Drafts:
     """Draft slots 1..K-1 in one drafter forward (N = 1 block a request).
 
-    A causal head then chooses them one after the other; a tree takes several for a slot.
+    A causal head then chooses them one after the other; a tree takes several per slot.
     """
     if models.drafter is None:
         return Drafts(state.tokens_RT[:, :0])
@@ -162,11 +166,11 @@ def draft(
 def one_by_one(
     state: DecodeState, mode: RoundMode, unroll: Callable[[Callable[[Tensor, int], Tensor]], Tensor]
 ) -> Drafts:
-    """The drafts of a drafter that reads each before it makes the next one.
+    """Drafts of a drafter that reads each draft before it makes the next.
 
     Args:
-        unroll: is given what turns a slot's logits, `[R, V]`, and its number from 0 into its token,
-            and returns the tokens, `[R, J]`.
+        unroll: takes a function from a slot's logits, `[R, V]`, and its number (from 0) to its
+            token; returns the tokens, `[R, J]`.
     """
     picked: list[Drafts] = []
 
@@ -175,7 +179,7 @@ def one_by_one(
         return picked[-1].tokens_RJ.squeeze(1)
 
     tokens_RJ = unroll(choose_one)
-    # Each slot's distribution is given the drafts before it, as rejection sampling asks for.
+    # Each distribution is conditional on the drafts before it, which rejection sampling requires.
     held = [one.probabilities_RJV for one in picked if one.probabilities_RJV is not None]
     return Drafts(tokens_RJ, torch.cat(held, dim=1) if held else None)
 
@@ -189,8 +193,9 @@ def pick(state: DecodeState, mode: RoundMode, logits_RQV: Tensor, first: int = 0
     if not mode.rejection:
         return Drafts(logits_RQV.argmax(-1))
     draft_RQV = probabilities(logits_RQV, state.sampling, filtered=mode.filtered)
-    # The noise of drafts is keyed by the anchor: a position that is drafted again gets new noise,
-    # which must not depend on what the target has seen of the old one.
+    # Draft noise is keyed by the block's anchor, not by position: the relay carries what the target
+    # saw of a rejected draft into the next block, so a draft that reused the noise of that rejected
+    # one would no longer be a draw from q.
     index_R1C = state.anchor_R[:, None, None].expand(-1, 1, state.noise_RTC.shape[-1])
     noise_RJ = state.noise_RTC.gather(1, index_R1C)[:, 0, 2:]
     return Drafts(draw(draft_RQV, noise_RJ[:, first : first + logits_RQV.shape[1]]), draft_RQV)
@@ -231,9 +236,12 @@ def verify(models: Models, state: DecodeState, mode: RoundMode, drafts: Drafts) 
 def along_path(
     models: Models, state: DecodeState, grown: tree.Tree, chosen_RN: Tensor, taps_RNC: Tensor
 ) -> VerifiedBlock:
-    """The accepted path of a tree as if it had been a chain, in the target's cache as well.
+    """Bring the accepted path of a tree into the shape of a chain, also in the target's cache.
 
-    Its rejected suffix is the most probable path below the last accepted node.
+    So context, relay, carryover and commit need not know of trees. The rejected suffix is the most
+    probable path below the last accepted node: as in a chain, its rows read the accepted text and
+    then rejected drafts. Rows of other branches read tokens that are not in the text at positions
+    before the bonus token, which training never showed.
     """
     path = tree.follow(grown, chosen_RN, models.block_size)
     tree.compact(state.target_cache, state.anchor_R, path.nodes_RK)
@@ -249,14 +257,14 @@ def along_path(
 def chosen_tokens(
     logits_RQV: Tensor, sampling: TokenSampling, noise_RQ: Tensor, mode: RoundMode
 ) -> Tensor:
-    """The target's token for each row, without sorting or summing where no request needs it."""
+    """The target's token for each row; no sort or softmax unless a request needs it."""
     if not mode.sampled:
         return logits_RQV.argmax(-1)
     return choose(logits_RQV, sampling, noise_RQ, filtered=mode.filtered)
 
 
 def _noise_after(state: DecodeState, positions_RQ: Tensor) -> Tensor:
-    """The noise of the position after each row's own, `[R, Q, C]`."""
+    """The noise of the position that each row predicts, `[R, Q, C]`."""
     index_RQC = (positions_RQ + 1).unsqueeze(-1).expand(-1, -1, state.noise_RTC.shape[-1])
     return state.noise_RTC.gather(1, index_RQC)
 
@@ -272,8 +280,8 @@ def extend_context(
 ) -> Tensor | None:  # fmt: skip
     """Write the drafter's context of requests `rows_R`; returns the features `h`, `[R, K, D]`.
 
-    All rows are projected once, for context and relay alike. Rows on the rejected branch are
-    written too: the next block's anchor lies before them, so they are never seen.
+    All rows are projected once, for context and relay. Rows on the rejected branch are written too:
+    they are at or after the next anchor, so the mask hides them until they are overwritten.
 
     Args:
         next_ids_RK, last_R: the token after each row, and the last row before the next anchor;
@@ -332,9 +340,9 @@ def commit_round(
 def keep_rejected(
     models: Models, state: DecodeState, verified: VerifiedBlock, h_RKD: Tensor | None
 ) -> None:
-    """Rows of the rejected suffix, aligned to the next block, with bonus and rejected token.
+    """Keep the rows of the rejected suffix, aligned to the next block, and the boundary tokens.
 
-    A slot that does not decode (free, or reading a prompt) computes on leftovers: it keeps no row.
+    A slot that does not decode (free, or reading a prompt) computes on stale data: it keeps no row.
     """
     if state.rejected is None or h_RKD is None:
         return
@@ -358,16 +366,16 @@ class RoundBackend:
     """How the rounds of one engine run: eagerly, as compiled graphs, or with a packaged draft step.
 
     Attributes:
-        static: every round takes the whole state, so that shapes never change.
+        static: every round computes the whole state, so that shapes never change.
     """
 
     def __init__(self, backend: Backend, draft_step: DraftStep | None = None) -> None:
         """
         Args:
-            draft_step: for `package`, the packaged draft step, which corrects by itself.
+            draft_step: for `package`, the packaged draft step, which includes the relay.
 
         Raises:
-            InputError: the backend is not known.
+            InputError: the backend is unknown.
         """
         if backend not in ("eager", "compiled") and draft_step is None:
             raise InputError(f"backend is {backend}; give eager, compiled or package")
@@ -379,7 +387,7 @@ class RoundBackend:
         """Requests that a round computes when the first `count` slots are in use."""
         if self.static:
             return num_slots
-        if self.backend == "compiled":  # few graphs, at most twice the work
+        if self.backend == "compiled":  # powers of two: few graphs, at most twice the work
             return min(_power_of_two(count), num_slots)
         return count
 
@@ -392,7 +400,7 @@ class RoundBackend:
         return rounded_length(needed, capacity)
 
     def shapes(self, num_slots: int, capacity: int) -> list[tuple[int, int]]:
-        """Rows and length of every round there can be, where rounds are compiled."""
+        """Rows and length of every possible compiled round; empty for other backends."""
         if self.backend != "compiled":
             return []
         rows = {self.rows(count, num_slots) for count in range(1, num_slots + 1)}
@@ -413,12 +421,12 @@ class RoundBackend:
 
 
 def rounded_length(needed: int, capacity: int) -> int:
-    """Cache slots that eager attention reads, in rounds and for prompts: few more than needed."""
+    """Cache slots that eager attention reads, in rounds and for prompts: `needed`, rounded up."""
     return min(-(-needed // LENGTH_STEP) * LENGTH_STEP, capacity)
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not below."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -427,9 +435,11 @@ def _unmeasured(part: str) -> AbstractContextManager[None]:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled twin with a graph of its own.
+    """A compiled copy with its own graph.
 
-    Graphs are kept by code object, and are tried one after the other; a copy of the code has one.
+    The compiler keeps graphs per code object and tries them in turn; a copy of the code has one.
+    Weights stay inputs of the graph (no Inductor `freezing`): a graph with packed weights would go
+    on with the old ones after a training step, without an error.
     """
     code = function.__code__.replace()
     own = FunctionType(

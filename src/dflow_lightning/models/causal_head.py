@@ -1,14 +1,14 @@
-"""Domino's causal head: it corrects a slot's logits by the tokens that were drafted before it.
+"""Domino's causal head: corrects a slot's logits given the tokens drafted before it.
 
-The body gives all slots of a block in one forward, so none of them knows what the others chose. The
+The body computes all slots of a block in one forward, so no slot knows what the others chose. The
 head reads the chosen tokens with a GRU and adds a low-rank correction (Domino, arXiv 2605.29707):
 
     state = GRU(E(token), state)                  the anchor, then the drafts before the slot
     logits = head(h) + W_out SiLU(W_in [h; state])
 
-The body's forward stays one; what follows is serial, but small. Tensor names are those of the
-published checkpoints. Training feeds the GRU with the data's tokens (`features`), drafting with its
-own (`unroll`): the same sums, once over all slots and once slot by slot.
+The body still runs once; the serial part that follows is small. Tensor names are those of the
+published checkpoints. Training feeds the GRU with the data's tokens (`features`, all slots at
+once), drafting with its own drafts (`unroll`, slot by slot): the same computation.
 
 Shapes: J = K-1 predicted slots, D hidden, U width of the GRU's state, E rank of the correction, V
 vocabulary; R rows; `...` any leading dimensions.
@@ -68,11 +68,14 @@ class CausalHeadConfig:
 
 
 class PrefixGRU(nn.Module):
-    """A layer of `nn.GRU` without biases, a token a call: compiled rounds cannot hold `nn.GRU`."""
+    """A layer of `nn.GRU` without biases, one token per call.
+
+    `nn.GRU` itself cannot be part of a compiled round.
+    """
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.hidden_size = hidden_size  # a sharded weight does not tell
+        self.hidden_size = hidden_size  # not from the weights: sharding changes their shape
         self.weight_ih_l0 = nn.Parameter(torch.empty(3 * hidden_size, input_size))
         self.weight_hh_l0 = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
         for weight in self.parameters():
@@ -80,7 +83,7 @@ class PrefixGRU(nn.Module):
 
     @torch.no_grad()
     def fit_inputs(self, embedding_VD: Tensor) -> None:
-        """Scale the input weights so that they turn these rows into numbers of about unit size."""
+        """Scale the input weights so that they map these embeddings to about unit size."""
         size = embedding_VD.float().square().mean().sqrt() * self.weight_ih_l0.shape[1] ** 0.5
         self.weight_ih_l0.div_(self.weight_ih_l0.square().mean().sqrt() * size)
 
@@ -121,7 +124,7 @@ class CausalHead(nn.Module):
         self.embed_proj = nn.Sequential(inner, nn.SiLU(), outer)
 
     def features(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """What `embed_proj[2]` turns into corrections, `[..., J, E]`: zero in the pure prefix.
+        """The input of `embed_proj[2]`, `[..., J, E]`: zero (no correction) in the pure prefix.
 
         Args:
             hidden: the body's output for the predicted slots, `[..., J, D]`.
@@ -149,12 +152,12 @@ class CausalHead(nn.Module):
         """Draft slot by slot, each corrected by the drafts before it; tokens, `[R, J]`.
 
         Args:
-            logits_RJV: of the body, through the target's head.
+            logits_RJV: the body's logits, from the target's head.
             hidden_RJD: the body's output for the predicted slots.
-            embed: token ids to embeddings, in the type of `hidden_RJD`.
-            choose: a slot's corrected logits, `[R, V]`, and its number from 0, to its token.
+            embed: token ids to embeddings, in the dtype of `hidden_RJD`.
+            choose: maps a slot's corrected logits, `[R, V]`, and its number (from 0) to its token.
             anchor_ids_R: the token of slot 0.
-            gold_RJ: tokens that are read in place of the drafts, as in training.
+            gold_RJ: tokens to read instead of the drafts, as in training.
         """
         read_R, tokens = anchor_ids_R, []
         state_RU = self.prefix_gru.start(hidden_RJD[:, 0])
@@ -180,14 +183,14 @@ def corrected_losses(
 ) -> tuple[Tensor, Tensor]:
     """`loss.token_losses` with the head fed by the data's tokens.
 
-    Cross-entropy of the corrected logits and of the body's own, as `1 - base_share` to
-    `base_share`. As far as all predictions of a block were right, and one further, the predictions
-    are the drafts of `unroll`: accepted drafts are counted as decoding counts them.
+    Cross-entropy of the corrected logits and of the body's own, weighted `1 - base_share` and
+    `base_share`. Up to and including the first wrong prediction of a block, the predictions equal
+    the drafts of `unroll`: so accepted drafts are counted as in decoding.
 
     Args:
         before_BNJD: embeddings of the data's token before each predicted slot.
-        chunk_blocks: blocks whose logits exist at the same time; they are computed once more in the
-            backward pass.
+        chunk_blocks: blocks whose logits exist at the same time; the backward pass computes them
+            again.
 
     Returns:
         float32 losses and predicted ids, both shaped like the labels.
@@ -214,7 +217,7 @@ def _chunk(
     base = head(hidden).float().flatten(0, 1)
     final = base + correct(features).float().flatten(0, 1)
     wanted = labels.flatten()
-    # With a share of 0 for the corrected logits their gradient is zero, but there.
+    # Not skipped at weight 0: every parameter needs a gradient, even if it is zero.
     loss = (1 - base_share) * cross_entropy(final, wanted, reduction="none")
     if base_share:
         loss = loss + base_share * cross_entropy(base, wanted, reduction="none")

@@ -1,14 +1,15 @@
-"""The EAGLE-3 drafter: one decoder layer that drafts a token at a time, each from the one before.
+"""The EAGLE-3 drafter: one decoder layer that drafts one token at a time, autoregressively.
 
 Its rows are pairs: the token after position t and the feature at t, `(E(x_{t+1}), h_t)`. The first
-draft comes from the last pair whose feature the target has computed; each further one from the
-draft and the drafter's own output in the feature's place. Module and tensor names are those that
-SGLang and vLLM load as `LlamaForCausalLMEagle3`: no query and key norms, and embedding and head are
-the target's.
+draft comes from the last pair whose feature the target has computed; each later one from the
+previous draft and the drafter's own output in place of the feature. Module and tensor names are
+those that SGLang and vLLM load as `LlamaForCausalLMEagle3`: no query and key norms; embedding and
+head are the target's.
 
-Training and decoding share all of it: the pairs' keys and values are made by `context_kv`, and
-`Unroll` runs the steps, on many packed blocks with the data's tokens or on one block a request with
-its own drafts.
+Training and decoding share this code, since a drafter whose training inputs differ from those in
+use loses acceptance without any error: `context_kv` makes the keys and values of pairs, and
+`Unroll` runs the steps, on many packed blocks with the data's tokens or on one block per request
+with its own drafts.
 
 Shapes: B batch, S context rows, N blocks per sequence, L context length, I steps so far, D hidden,
 C tapped width (taps x D), H/G query/key-value heads, E head size.
@@ -57,7 +58,7 @@ class Eagle3Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Dims(LayerDims):
-    """Every number an EAGLE-3 drafter is built from, resolved and checked against its target."""
+    """All dimensions of an EAGLE-3 drafter, resolved and checked against its target."""
 
     num_layers: int = 1
 
@@ -70,12 +71,12 @@ class Eagle3Dims(LayerDims):
 
     @classmethod
     def resolve(cls, config: Eagle3Config, target: FrozenTarget) -> Eagle3Dims:
-        """Fill what the user left out from the target, and check what they gave."""
+        """Fill omitted values from the target, and check the given ones."""
         return cls(**layer_numbers(config, target, layers=1, taps=NUM_TAPS))
 
 
 class Eagle3Attention(nn.Module):
-    """Grouped-query attention whose input is a pair side by side, `[..., 2D]`."""
+    """Grouped-query attention over concatenated pairs, `[..., 2D]`."""
 
     def __init__(self, dims: LayerDims) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ class Eagle3Attention(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """A pre-norm decoder layer; token and feature have norms of their own."""
+    """A pre-norm decoder layer; token and feature each have their own norm."""
 
     def __init__(self, dims: LayerDims) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class Eagle3Layer(nn.Module):
         self.mlp = MLP(dims)
 
     def pairs(self, embeds: Tensor, h: Tensor) -> Tensor:
-        """What attention reads, `[..., 2D]`: the token first, then the feature."""
+        """The attention's input, `[..., 2D]`: the token first, then the feature."""
         return torch.cat([self.input_layernorm(embeds), self.hidden_norm(h)], dim=-1)
 
 
@@ -120,7 +121,7 @@ class Eagle3Drafter(nn.Module):
 
     Attributes:
         gradient_checkpointing: keep only each step's input for the backward pass.
-        causal_head, carryover: parts of block drafters, never there.
+        causal_head, carryover: parts of block drafters, always None here.
     """
 
     causal_head = None
@@ -140,7 +141,7 @@ class Eagle3Drafter(nn.Module):
         self.rotary = Rotary(dims)
 
     def project(self, taps: Tensor) -> Tensor:
-        """Features `h = fc(taps)`, `[..., C] -> [..., D]`; the layer norms them itself."""
+        """Features `h = fc(taps)`, `[..., C] -> [..., D]`; the layer normalizes them itself."""
         return self.fc(in_compute_type(taps, self.fc.weight))
 
     def context_kv(self, h_BSD: Tensor, embeds_BSD: Tensor, positions_BS: Tensor) -> KV:
@@ -176,10 +177,10 @@ AnyDrafter = Drafter | Eagle3Drafter
 
 
 def attend(q_BHNE: Tensor, own: list[KV], context: KV, visible_BNL: Tensor) -> Tensor:
-    """Attend from one row a block to the visible context and to the block's own steps.
+    """Attend from one row per block to the visible context and to the block's own steps.
 
-    The own steps of other blocks take part in nothing, not even in the matrix product: a score with
-    them would be one in N of any use.
+    Plain matrix products under one softmax: EAGLE-3 is a baseline and has no kernel. Steps of other
+    blocks are left out of the products too, since only one in N of those scores would be used.
 
     Returns:
         `[B, H, N, E]`.
@@ -200,7 +201,7 @@ def attend(q_BHNE: Tensor, own: list[KV], context: KV, visible_BNL: Tensor) -> T
 
 
 class Unroll:
-    """The steps of blocks, one pair after the other.
+    """Runs the steps of blocks, one pair after the other.
 
     Block n starts at the pair of row `first`: the feature there and the token after it, the block's
     anchor. It sees the pairs of its document before `first`, and its own.
@@ -243,7 +244,7 @@ class Unroll:
 
 @torch.no_grad()
 def start_eagle3_from_target(drafter: Eagle3Drafter, target: FrozenTarget) -> None:
-    """Copy what fits from the target: its last layer, in which features become predictions.
+    """Copy what fits from the target: its last layer, which turns features into predictions.
 
     `fc` starts as the mean of the taps and the final norm as the target's. Queries, keys and values
     read pairs, which no layer of the target does: they stay random.

@@ -1,4 +1,8 @@
-"""A cache of the target that is written by slot, so that rejected rows need no removing.
+"""A cache of the target that is written by slot and never cropped.
+
+Positions, cache slots and visibility are arguments of the target's forward: a rejected row is
+simply not visible, and overwritten later. So one class serves plain decoding, ragged batches and
+the blocks of a rollout, and shapes stay fixed.
 
 Shapes: B batch, Q query tokens, L cache slots, G key/value heads, E head size.
 """
@@ -13,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values in a buffer of fixed shape, written at the cache's slots."""
+    """Keys and values of one layer in buffers of fixed shape, written at the cache's slots."""
 
     is_sliding = False
 
@@ -37,7 +41,7 @@ class SlotLayer(CacheLayerMixin):
         assert self.values is not None
         cache = self._cache
         rows_B = cache.rows_B
-        if rows_B is None:  # the first requests, all of them or fewer: views, nothing is copied
+        if rows_B is None:  # the first B requests: read as views, without a copy
             rows_B = torch.arange(key_states.shape[0], device=key_states.device)
             read: Any = slice(key_states.shape[0])
         else:
@@ -52,24 +56,24 @@ class SlotLayer(CacheLayerMixin):
         return self._cache.length, 0
 
     def get_seq_length(self) -> int:
-        """Zero: positions and masks are always given by the caller."""
+        """Zero: the caller always passes positions and masks."""
         return 0
 
     def get_max_length(self) -> int:
-        """Slots of the buffer."""
+        """Capacity of the buffers, in slots."""
         return self._cache.capacity
 
 
 class SlotCache(Cache):
-    """A target cache in which the caller says where each token's keys and values go.
+    """A target cache in which the caller chooses the slot of each token's keys and values.
 
-    Nothing is ever removed: what a mask does not show does not exist, and rejected rows are written
-    over by the next block. That is how rows of different length share one batch.
+    Nothing is ever removed: masks hide rejected rows until the next block overwrites them. That is
+    how requests of different length share one batch.
 
     Attributes:
-        slots_BQ: where the next tokens are written.
-        rows_B: requests the next tokens belong to; None stands for the first B.
-        length: slots that are read, the capacity or fewer.
+        slots_BQ: slots that the next tokens are written to.
+        rows_B: requests of the next tokens; None means the first B.
+        length: slots that attention reads, at most the capacity.
     """
 
     def __init__(self, num_layers: int, capacity: int, num_rows: int | None = None) -> None:
@@ -81,6 +85,6 @@ class SlotCache(Cache):
         super().__init__(layers=list(self._written))
 
     def buffers(self) -> list[Tensor]:
-        """Keys and values of all layers that have been written, one row a request."""
+        """Keys and values of all layers written so far, one row per request."""
         found = [buffer for layer in self._written for buffer in (layer.keys, layer.values)]
         return [buffer for buffer in found if buffer is not None]

@@ -46,7 +46,7 @@ class OnlineRollout(Callback):
             num_rounds=num_rounds, num_anchors=num_anchors, mode=mode, reference=reference
         )
         self.start = start
-        # Given by whoever reads its laps: without a reader it would keep two events of each step.
+        # Set by the callback that reads the laps: nobody else would clear the two events per step.
         self.watch: Stopwatch | None = None
 
     def setup(  # type: ignore[override]
@@ -86,10 +86,10 @@ class OnlineRollout(Callback):
     def on_train_batch_start(  # type: ignore[override]
         self, trainer: Trainer, pl_module: "DrafterModule", batch: Any, batch_idx: int
     ) -> None:
-        """Make the step's inputs, rollout rounds included, where `training_step` picks them up.
+        """Prepare the step's inputs, rollout rounds included, for `training_step`.
 
-        In a hook and not in `training_step`: DDP and DeepSpeed wrap that one, and a forward of the
-        drafter inside it that takes no part in the loss would confuse their gradient hooks.
+        In a hook and not in `training_step`: DDP and DeepSpeed wrap that method, and a drafter
+        forward inside it that does not contribute to the loss would confuse their gradient hooks.
         """
         if not self.config.num_rounds or self.waits(trainer):
             return
