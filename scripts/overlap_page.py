@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from overlap_record import Overlap
 
 from dflow_lightning import files
-from dflow_lightning.html import image, number, page, table
+from dflow_lightning.html import html_table, image, number, page
 from dflow_lightning.report.charts import DASHES, GREYS, MARKERS
 
 PAIRED = (
@@ -80,17 +80,17 @@ def paired_tables(records: Sequence[Overlap], title: str) -> list[str]:
     header = ["family", "T"]
     slots = [f"slot {j}" for j in counts[1:]]
     return [
-        table(
+        html_table(
             f"{title}: gain in accepted drafts (rounds) by accepted drafts a of the round before",
             [*header, "entropy, nats", *(f"a = {a}" for a in counts)],
             by_round,
         ),
-        table(
+        html_table(
             f"{title}: gain in hits, percentage points (drafts), by slot",
             [*header, "relay row", *slots],
             by_slot,
         ),
-        table(
+        html_table(
             f"{title}: hits with / without relay in %, slots with a row, by the target's entropy",
             [*header, *entropy_bins(records[0])],
             by_entropy,

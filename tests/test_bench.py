@@ -15,15 +15,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from dflow_lightning.bench.command import FORMAT, BenchSettings, bench, bench_command
+from dflow_lightning.bench.command import BENCH_FORMAT, BenchSettings, bench, bench_command
 from dflow_lightning.bench.measure import chunks, prompt_seed
 from dflow_lightning.bench.row import (
-    Decoded,
+    DecodedPrompts,
     relay_share,
     round_milliseconds,
     time_per_output_token,
 )
-from dflow_lightning.bench.table import short_names, show
+from dflow_lightning.bench.table import short_names, show_rows
 from dflow_lightning.commandline.arguments import option_types, spell_out
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import Completion, Engine, SpeculativeDecoder
@@ -252,7 +252,7 @@ def test_rates_and_latencies():
         completion(5, 0.5, 1.6, 3),  # 0.4 s
         completion(1, 0.0, 0.0, 0),  # ended with the token of its prompt
     ]
-    measured = Decoded([], answers, RoundTimer(whole=[0.1] * 6))
+    measured = DecodedPrompts([], answers, RoundTimer(whole=[0.1] * 6))
     assert measured.tokens_per_second == pytest.approx(17 / 1.5)
     assert measured.requests_in_flight == pytest.approx(9 / 6)
     assert time_per_output_token(answers, 0.5) == pytest.approx(0.3)
@@ -260,7 +260,7 @@ def test_rates_and_latencies():
 
 
 def test_nothing_is_divided_by_no_rounds():
-    nothing = Decoded([], [completion(1, 0.0, 0.0, 0)], RoundTimer())
+    nothing = DecodedPrompts([], [completion(1, 0.0, 0.0, 0)], RoundTimer())
     assert nothing.tokens_per_second is None
     assert nothing.requests_in_flight is None
     assert time_per_output_token(nothing.completions, 0.5) is None
@@ -276,7 +276,7 @@ def test_rows_where_no_round_ran(decoder, prompts, monkeypatch):
     assert (row.tokens_per_second, row.speedup, row.round_milliseconds) == (None, None, None)
     paper = io.StringIO()
     two = [replace(row, concurrency=level, family="pooled") for level in (1, 2)]
-    show(two, Console(file=paper, width=200))
+    show_rows(two, Console(file=paper, width=200))
     assert "ours" in paper.getvalue()
     assert not re.search("nan|inf|None", paper.getvalue())
 
@@ -367,7 +367,7 @@ def test_in_half_precision_a_difference_is_reported_and_not_recomputed(
     found = EqualityCheck(half).compare("p", [5], [1, 2], [1, 3], temperature=0.0, seed=0)
     assert (found.position, found.margin, found.excused) == (1, None, False)
     row = bench({"ours": decoder}, prompts, BenchSettings(max_new_tokens=4)).rows[2]
-    show([replace(row, lossless=None, differences=[found])])
+    show_rows([replace(row, lossless=None, differences=[found])])
     line = next(one for one in capsys.readouterr().out.splitlines() if "prompt p" in one)
     assert line.startswith("different, not asserted: ours, relay on")
     assert "tie" not in line
@@ -501,7 +501,7 @@ def test_json_contract(folders, capsys):
     )
     result = json.loads(out.read_text())
     assert result.keys() == {"format", "rows", "environment"}
-    assert result["format"] == FORMAT
+    assert result["format"] == BENCH_FORMAT
     assert len(result["rows"]) == 2 * 2 * 3 * 3
     for row in result["rows"]:
         assert row.keys() >= CONTRACT
@@ -555,7 +555,7 @@ def test_the_table_fits_80_columns_with_16_slots_and_long_names(decoder, prompts
         tokens_per_second=1234.5,
     )
     paper = io.StringIO()
-    show([wide, replace(wide, relay="off", lossless=False)], Console(file=paper, width=200))
+    show_rows([wide, replace(wide, relay="off", lossless=False)], Console(file=paper, width=200))
     lines = paper.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert "instructions" in paper.getvalue()
@@ -580,7 +580,7 @@ def test_the_table_of_concurrencies_fits_80_columns(decoder, prompts):
         for power in range(8)
     ]
     paper = io.StringIO()
-    show(rows, Console(file=paper, width=200))
+    show_rows(rows, Console(file=paper, width=200))
     lines = paper.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     for power in range(8):

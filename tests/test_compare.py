@@ -108,12 +108,12 @@ def test_publish_replaces_what_is_between_its_marks(tmp_path, monkeypatch):
 def test_tables_of_a_report_page_become_markdown():
     from record_page import markdown
 
-    from dflow_lightning.html import page, table
+    from dflow_lightning.html import html_table, page
 
     tables = [
-        table("tau at T=0", ["drafter", "math & code"], [["<a>", "2.1"], ["b", "3"]]),
+        html_table("tau at T=0", ["drafter", "math & code"], [["<a>", "2.1"], ["b", "3"]]),
         "<h3>no table</h3><p>text</p>",
-        table("cost", ["drafter", "ms"], [["a", "1"]]),
+        html_table("cost", ["drafter", "ms"], [["a", "1"]]),
     ]
     text = page("runs", tables)
     lines = [

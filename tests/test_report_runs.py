@@ -144,3 +144,10 @@ def test_tau_by_the_round_before():
     assert cells == ["math", "on", "1.50 (4)", "3.00 (4)", "-", "math", "off", "1.50 (2)",
                      "3.00 (2)", "-"]  # fmt: skip
     assert unpaired_table([{"family": "math", "relay": "on"}], "x") == []
+
+
+def test_costs_are_shown_of_every_part_of_a_round_that_is_timed():
+    from dflow_lightning import stopwatch
+    from dflow_lightning.report import runs_page
+
+    assert runs_page._ROUND_PARTS == stopwatch.PARTS

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-STYLE = """
+PAGE_STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#111}
 table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums;display:block;
 overflow-x:auto}
@@ -17,7 +17,7 @@ figcaption{color:#444}
 """
 
 
-def page(title: str, parts: Sequence[str], style: str = STYLE) -> str:
+def page(title: str, parts: Sequence[str], style: str = PAGE_STYLE) -> str:
     """A whole HTML page."""
     body = "\n".join(parts)
     return (
@@ -28,7 +28,7 @@ def page(title: str, parts: Sequence[str], style: str = STYLE) -> str:
     )
 
 
-def table(caption: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def html_table(caption: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines

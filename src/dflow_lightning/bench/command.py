@@ -16,7 +16,7 @@ from rich.progress import Progress
 from dflow_lightning.bench.measure import BenchResult, BenchSettings, RelayChoice, bench, num_steps
 from dflow_lightning.bench.row import Row
 from dflow_lightning.bench.suite import Suite, SuiteChoice, read_suite, suite_path
-from dflow_lightning.bench.table import show
+from dflow_lightning.bench.table import show_rows
 from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
@@ -29,7 +29,8 @@ from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.terminal import bar, is_live, screen
 
 __all__ = ["BenchResult", "BenchSettings", "Row", "bench", "bench_command"]
-FORMAT = 3  # of the JSON file; 2 could hold paired rounds, 1 had no number and no joint histograms
+# Of the JSON file; 2 could hold paired rounds, 1 had no number and no joint histograms.
+BENCH_FORMAT = 3
 
 
 def bench_command(
@@ -114,12 +115,12 @@ def bench_command(
         about = environment(frozen, settings, asked)
         about |= {"warm_up_seconds": result.warm_up_seconds}
         content = {
-            "format": FORMAT,
+            "format": BENCH_FORMAT,
             "rows": [asdict(row) for row in result.rows],
             "environment": about,
         }
         result_json.write(content)
-    show(result.rows, screen(result_json.text))
+    show_rows(result.rows, screen(result_json.text))
     if json is not None and not result_json.on_stdout:
         print(f"rows and environment written to {json}")
     if any(row.lossless is False for row in result.rows):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dflow_lightning.bench.row import (
-    Decoded,
+    DecodedPrompts,
     Row,
     median_speedup,
     pool,
@@ -70,7 +70,7 @@ class BenchResult:
 
 
 @dataclass(frozen=True)
-class Arm:
+class BenchArm:
     """One way to decode: a drafter with or without its relay, or the target alone.
 
     Args:
@@ -102,7 +102,7 @@ def bench(
     check_families(prompts, settings)
     first = next(iter(decoders.values()))
     plain_backend = "eager" if settings.backend == "package" else settings.backend
-    plain = Arm("plain", first, "off", {"speculative": False, "backend": plain_backend})
+    plain = BenchArm("plain", first, "off", {"speculative": False, "backend": plain_backend})
     arms = [plain, *drafter_arms(decoders, settings)]
     check = EqualityCheck(first.target)
     rows: list[Row] = []
@@ -110,7 +110,7 @@ def bench(
     for concurrency in settings.concurrency:  # engines are made for one, and for all temperatures
         warm_up_seconds += warm_up(arms, prompts, concurrency, settings)
         for temperature in settings.temperatures:
-            run = Run(temperature, concurrency, settings)
+            run = BenchPass(temperature, concurrency, settings)
             reference, *measured = run.decode_all(arms, prompts, progress)
             for arm, ours in zip(arms[1:], measured, strict=True):
                 rows += [run.row(arm, family, ours, reference, check) for family in ours]
@@ -136,14 +136,16 @@ def check_families(prompts: Sequence[Prompt], settings: BenchSettings) -> None:
         )
 
 
-def drafter_arms(decoders: Mapping[str, SpeculativeDecoder], settings: BenchSettings) -> list[Arm]:
+def drafter_arms(
+    decoders: Mapping[str, SpeculativeDecoder], settings: BenchSettings
+) -> list[BenchArm]:
     """Every drafter with every relay setting that is asked for."""
     common = {
         "acceptance": settings.acceptance, "backend": settings.backend,
         "tree_nodes": settings.tree_nodes,
     }  # fmt: skip
     return [
-        Arm(name, decoder, relay, common | {"use_rejected": relay == "on"})
+        BenchArm(name, decoder, relay, common | {"use_rejected": relay == "on"})
         for name, decoder in decoders.items()
         for relay in relay_modes(decoder, settings.relay)
     ]
@@ -157,7 +159,7 @@ def relay_modes(decoder: SpeculativeDecoder, choice: RelayChoice) -> list[str]:
 
 
 def warm_up(
-    arms: Sequence[Arm], prompts: Sequence[Prompt], concurrency: int, settings: BenchSettings
+    arms: Sequence[BenchArm], prompts: Sequence[Prompt], concurrency: int, settings: BenchSettings
 ) -> float:
     """Make the engines that all prompts are decoded with, and compile what they will need.
 
@@ -174,7 +176,7 @@ def warm_up(
         engine = arm.decoder.engine(num_slots=concurrency, max_length=longest, **arm.options)
         engine.warm_up(modes)
         for temperature in settings.temperatures:  # all slots and a prompt's way through, too
-            Run(temperature, concurrency, settings).decode(arm, prompts[:concurrency], brief)
+            BenchPass(temperature, concurrency, settings).decode(arm, prompts[:concurrency], brief)
     return time.perf_counter() - start
 
 
@@ -193,7 +195,7 @@ def chunks(prompts: Sequence[Prompt], concurrency: int) -> list[tuple[str, list[
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchPass:
     """All arms at one temperature and concurrency."""
 
     temperature: float
@@ -208,14 +210,14 @@ class Run:
         return {"match": "sample_match", "rejection": "rejection"}[self.settings.acceptance]
 
     def decode_all(
-        self, arms: Sequence[Arm], prompts: Sequence[Prompt], progress: Callable[[str], None]
-    ) -> list[dict[str, Decoded]]:
+        self, arms: Sequence[BenchArm], prompts: Sequence[Prompt], progress: Callable[[str], None]
+    ) -> list[dict[str, DecodedPrompts]]:
         """What every arm makes of the prompts, by family.
 
         They take turns after every chunk of prompts, so that a machine that slows down for a while
         slows all of them and the ratios stay.
         """
-        decoded: list[dict[str, list[Decoded]]] = [{} for _ in arms]
+        decoded: list[dict[str, list[DecodedPrompts]]] = [{} for _ in arms]
         for family, chunk in chunks(prompts, self.concurrency):
             progress(f"T={self.temperature:g} concurrency {self.concurrency} {family}")
             for arm, families in zip(arms, decoded, strict=True):
@@ -224,7 +226,7 @@ class Run:
         by_family = [{family: pool(parts) for family, parts in one.items()} for one in decoded]
         return [one | {POOLED: pool(one.values())} for one in by_family]
 
-    def decode(self, arm: Arm, prompts: Sequence[Prompt], limit: int) -> Decoded:
+    def decode(self, arm: BenchArm, prompts: Sequence[Prompt], limit: int) -> DecodedPrompts:
         """Answers of one arm, `concurrency` prompts at a time."""
         timer = RoundTimer(arm.decoder.target.device)
         requests = arm.decoder.requests(
@@ -236,14 +238,14 @@ class Run:
         completions = arm.decoder.run(
             requests, batch_size=self.concurrency, timer=timer, **arm.options
         )
-        return Decoded(list(prompts), completions, timer)
+        return DecodedPrompts(list(prompts), completions, timer)
 
     def row(
         self,
-        arm: Arm,
+        arm: BenchArm,
         family: str,
-        measured: Mapping[str, Decoded],
-        reference: Mapping[str, Decoded],
+        measured: Mapping[str, DecodedPrompts],
+        reference: Mapping[str, DecodedPrompts],
         check: EqualityCheck,
     ) -> Row:
         """The row of one family, from a drafter's decoding and the plain one."""
@@ -285,7 +287,9 @@ class Run:
             differences=differences,
         )
 
-    def differences(self, ours: Decoded, plain: Decoded, check: EqualityCheck) -> list[Difference]:
+    def differences(
+        self, ours: DecodedPrompts, plain: DecodedPrompts, check: EqualityCheck
+    ) -> list[Difference]:
         """Every answer that is not the plain one."""
         return check.differences(
             ours.prompts,

@@ -93,7 +93,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedPrompts:
     """Prompts, their answers and what the rounds took."""
 
     prompts: list[Prompt]
@@ -119,9 +119,9 @@ class Decoded:
         return sum(len(one.accepted) for one in self.completions) / rounds if rounds else None
 
 
-def pool(parts: Iterable[Decoded]) -> Decoded:
+def pool(parts: Iterable[DecodedPrompts]) -> DecodedPrompts:
     """Several as one."""
-    pooled = Decoded([], [], RoundTimer())
+    pooled = DecodedPrompts([], [], RoundTimer())
     for part in parts:
         pooled.prompts.extend(part.prompts)
         pooled.completions.extend(part.completions)
@@ -129,7 +129,7 @@ def pool(parts: Iterable[Decoded]) -> Decoded:
     return pooled
 
 
-def median_speedup(ours: Decoded, plain: Decoded) -> float | None:
+def median_speedup(ours: DecodedPrompts, plain: DecodedPrompts) -> float | None:
     """Median over prompts: less moved by one disturbed request than the ratio of sums."""
     ratios = [
         len(fast.token_ids) / fast.seconds / (len(slow.token_ids) / slow.seconds)

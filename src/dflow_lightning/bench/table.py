@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from dflow_lightning.bench.row import Row
 
 LISTED = 10
-COLUMNS = 6  # concurrencies that fit beside each other
+_COLUMNS = 6  # concurrencies that fit beside each other
 
 
-def show(rows: Sequence["Row"], console: Console | None = None) -> None:
+def show_rows(rows: Sequence["Row"], console: Console | None = None) -> None:
     """Speed, acceptance per position, then every answer that was not the plain one.
 
     Several concurrencies get a table of throughput; all else is of the smallest one.
@@ -31,15 +31,15 @@ def show(rows: Sequence["Row"], console: Console | None = None) -> None:
     levels = sorted({row.concurrency for row in rows})
     if len(levels) > 1:
         print_text("tokens/s of all requests together and speed-up over plain, by concurrency")
-        for start in range(0, len(levels), COLUMNS):
-            some = levels[start : start + COLUMNS]
-            print_table(console, throughput_table(rows, some, names, console.is_terminal))
+        for start in range(0, len(levels), _COLUMNS):
+            some = levels[start : start + _COLUMNS]
+            print_table(console, _throughput_table(rows, some, names, console.is_terminal))
             print_text("")
     one = [row for row in rows if row.concurrency == levels[0]]
     print_text(
         f"concurrency {levels[0]}: tau = accepted drafts + 1; speed against plain in this run"
     )
-    print_table(console, speed_table(one, names, console.is_terminal))
+    print_table(console, _speed_table(one, names, console.is_terminal))
     print_text("\nshare of rounds that accept draft 1, 2, ... in %")
     print_table(console, position_table(one, names, console.is_terminal))
     for row in rows:
@@ -73,7 +73,7 @@ def _named(row: "Row", names: dict[str, str]) -> list[str]:
     return [names[row.drafter], row.relay, f"{row.temperature:g}", row.family]
 
 
-def throughput_table(
+def _throughput_table(
     rows: Sequence["Row"], levels: Sequence[int], names: dict[str, str], is_terminal: bool
 ) -> Table:
     """A line for plain decoding and for each drafter, over all families; columns: concurrency."""
@@ -89,22 +89,22 @@ def throughput_table(
             if row.temperature == temperature:
                 arms.setdefault((row.drafter, row.relay), {})[row.concurrency] = row
         plain = next(iter(arms.values()))
-        rates = [shown(plain[level].plain_tokens_per_second, ".0f") for level in levels]
+        rates = [_or_dash(plain[level].plain_tokens_per_second, ".0f") for level in levels]
         table.add_row("plain", "", f"{temperature:g}", "tok/s", *rates)
         for (drafter, relay), cells in arms.items():
-            rates = [shown(cells[level].tokens_per_second, ".0f") for level in levels]
-            ratios = [shown(cells[level].speedup, ".2f", "x") for level in levels]
+            rates = [_or_dash(cells[level].tokens_per_second, ".0f") for level in levels]
+            ratios = [_or_dash(cells[level].speedup, ".2f", "x") for level in levels]
             both = [f"{rate}\n{ratio}" for rate, ratio in zip(rates, ratios, strict=True)]
             table.add_row(names[drafter], relay, f"{temperature:g}", "tok/s\nspeed", *both)
     return table
 
 
-def shown(value: float | None, form: str, unit: str = "") -> str:
+def _or_dash(value: float | None, form: str, unit: str = "") -> str:
     """A number, or a dash where nothing was measured."""
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def speed_table(rows: Sequence["Row"], names: dict[str, str], is_terminal: bool) -> Table:
+def _speed_table(rows: Sequence["Row"], names: dict[str, str], is_terminal: bool) -> Table:
     table = _table(is_terminal)
     _add_names(table)
     table.add_column("family", overflow="fold")
@@ -118,9 +118,9 @@ def speed_table(rows: Sequence["Row"], names: dict[str, str], is_terminal: bool)
             *_named(row, names),
             f"{row.tau:.2f}",
             f"{row.accepted_drafts:.2f}",
-            shown(row.tokens_per_second, ".0f"),
-            shown(row.speedup, ".2f", "x"),
-            shown(share, ".1f"),
+            _or_dash(row.tokens_per_second, ".0f"),
+            _or_dash(row.speedup, ".2f", "x"),
+            _or_dash(share, ".1f"),
             lossless + ties,
             style="bold" if row.family == "pooled" else None,
         )

@@ -104,7 +104,7 @@ def decode_command(
             row["tree_nodes"] = tree_nodes
             result_json.write_line(row)
             if not result_json.on_stdout:
-                show(row, named=len(requests) > 1)
+                show_answer(row, named=len(requests) > 1)
 
 
 def read_requests(
@@ -156,7 +156,7 @@ def describe(
     }
 
 
-def show(row: dict[str, Any], *, named: bool) -> None:
+def show_answer(row: dict[str, Any], *, named: bool) -> None:
     """The answer on stdout; what it took on stderr, so that a pipe carries the answer alone."""
     if named:
         print(f"--- {row['id']}")

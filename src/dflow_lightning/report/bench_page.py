@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dflow_lightning.bench.table import short_names
 from dflow_lightning.errors import InputError
-from dflow_lightning.html import milliseconds, number, page, table
+from dflow_lightning.html import html_table, milliseconds, number, page
 from dflow_lightning.report.charts import (
     Series,
     bar_chart,
@@ -64,14 +64,14 @@ def read_result(path: Path) -> dict:
     return result
 
 
-def render(sources: list[str], results: list[dict]) -> str:
+def bench_page(sources: list[str], results: list[dict]) -> str:
     """The whole page."""
     rows = [
         row | {"engine": result["environment"].get("engine", row["backend"])}
         for result in results
         for row in result["rows"]
     ]
-    parts = ["<h1>Speculative decoding: measured results</h1>", INTRODUCTION]
+    parts = ["<h1>Speculative decoding: measured results</h1>", _INTRODUCTION]
     for key, chosen in comparable(rows).items():
         temperature, rule, engine = key
         parts.append(f"<h2>Temperature {temperature:g} ({escape(rule)}, {escape(engine)})</h2>")
@@ -101,11 +101,11 @@ def section(rows: list[dict]) -> list[str]:
     """Tables and charts of one temperature, none of which mixes concurrencies unless it says so."""
     common = common_concurrency(rows)
     one = [row for row in rows if row["concurrency"] == common]
-    parts = [tau_table(one), speed_table(one, common), *charts(one)]
+    parts = [_tau_table(one), _speed_table(one, common), *charts(one)]
     for drafter in dict.fromkeys(row["drafter"] for row in one if row["relay"] == "on"):
         parts += unpaired_table([row for row in one if row["drafter"] == drafter], drafter)
     if len({row["concurrency"] for row in rows}) > 1:
-        parts += [throughput_table(rows), *throughput_chart(rows)]
+        parts += [_throughput_table(rows), *throughput_chart(rows)]
     return parts
 
 
@@ -113,13 +113,13 @@ def common_concurrency(rows: list[dict]) -> int:
     """The smallest at which every drafter was measured."""
     levels = [
         {row["concurrency"] for row in rows if (row["drafter"], row["relay"]) == arm}
-        for arm in arms(rows)
+        for arm in _arms(rows)
     ]
     common = set.intersection(*levels)
     if not common:
         measured = "; ".join(
             f"{drafter}, relay {relay}: {', '.join(map(str, sorted(found)))}"
-            for (drafter, relay), found in zip(arms(rows), levels, strict=True)
+            for (drafter, relay), found in zip(_arms(rows), levels, strict=True)
         )
         raise InputError(
             f"bench: no concurrency was measured for all drafters ({measured}), so their numbers "
@@ -128,7 +128,7 @@ def common_concurrency(rows: list[dict]) -> int:
     return min(common)
 
 
-INTRODUCTION = (
+_INTRODUCTION = (
     "<p>tau is the acceptance length: accepted drafts + 1 bonus token per round, pooled over all "
     "rounds. Speed-up is tokens per second against plain decoding by the same target in the same "
     "run, at the same concurrency (requests in flight at the same time). Lossless means that every "
@@ -136,7 +136,7 @@ INTRODUCTION = (
 )
 
 
-def arms(rows: list[dict]) -> list[tuple[str, str]]:
+def _arms(rows: list[dict]) -> list[tuple[str, str]]:
     """(drafter, relay) in the order in which they were measured."""
     return list(dict.fromkeys((row["drafter"], row["relay"]) for row in rows))
 
@@ -146,20 +146,22 @@ def families(rows: list[dict]) -> list[str]:
     return [name for name in names if name != "pooled"] + ["pooled"] * ("pooled" in names)
 
 
-def tau_table(rows: list[dict]) -> str:
+def _tau_table(rows: list[dict]) -> str:
     """tau per family; the last column compares the pooled value to the first row."""
     cells = {(row["drafter"], row["relay"], row["family"]): row["tau"] for row in rows}
     names, lines, reference = families(rows), [], None
-    for drafter, relay in arms(rows):
+    for drafter, relay in _arms(rows):
         values = [cells.get((drafter, relay, name)) for name in names]
         pooled = cells.get((drafter, relay, "pooled"))
         reference = pooled if reference is None else reference
         ratio = pooled / reference if pooled and reference else None
         lines.append([drafter, relay, *(number(value) for value in values), number(ratio)])
-    return table("Acceptance length tau", ["drafter", "relay", *names, "pooled / first row"], lines)
+    return html_table(
+        "Acceptance length tau", ["drafter", "relay", *names, "pooled / first row"], lines
+    )
 
 
-def speed_table(rows: list[dict], concurrency: int) -> str:
+def _speed_table(rows: list[dict], concurrency: int) -> str:
     lines = []
     for row in rows:
         share = row.get("relay_share")
@@ -182,7 +184,7 @@ def speed_table(rows: list[dict], concurrency: int) -> str:
         "drafter", "relay", "family", "tokens/s", "speed-up", "ms/token p50",
         "ms/token p95", "round, ms", "relay share", "lossless", "ties",
     ]  # fmt: skip
-    return table(f"Speed and losslessness, concurrency {concurrency}", header, lines)
+    return html_table(f"Speed and losslessness, concurrency {concurrency}", header, lines)
 
 
 def round_parts(parts: dict[str, float] | None) -> str:
@@ -194,7 +196,7 @@ def pooled_rows(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["family"] == "pooled"]
 
 
-def throughput_table(rows: list[dict]) -> str:
+def _throughput_table(rows: list[dict]) -> str:
     """Every concurrency, all families pooled."""
     lines = []
     for row in sorted(pooled_rows(rows), key=lambda row: row["concurrency"]):
@@ -216,7 +218,7 @@ def throughput_table(rows: list[dict]) -> str:
         "drafter", "relay", "concurrency", "in flight, mean", "plain tokens/s",
         "tokens/s", "speed-up", "ms/token p50", "ms/token p95", "lossless",
     ]  # fmt: skip
-    return table("Throughput and latency by concurrency", header, lines)
+    return html_table("Throughput and latency by concurrency", header, lines)
 
 
 def throughput_chart(rows: list[dict]) -> list[str]:
@@ -277,6 +279,7 @@ def environment_table(source: str, environment: dict) -> str:
         [key, value if isinstance(value, str) else json.dumps(value)] for key, value in rest.items()
     ]
     command = environment.get("command", "not recorded")
-    return f"<h2>How {escape(source)} was measured</h2><pre>{escape(str(command))}</pre>" + table(
-        "Environment", ["what", "value"], lines
+    return (
+        f"<h2>How {escape(source)} was measured</h2><pre>{escape(str(command))}</pre>"
+        + html_table("Environment", ["what", "value"], lines)
     )

@@ -15,7 +15,7 @@ from matplotlib.ticker import PercentFormatter
 GREYS = ("0.0", "0.35", "0.55", "0.2", "0.7")
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "x", "v")
-HATCHES = ("", "///", "...", "---", "xxx", "\\\\\\")
+_HATCHES = ("", "///", "...", "---", "xxx", "\\\\\\")
 FILLS = ("0.0", "1.0", "0.75", "1.0", "1.0", "0.9")
 
 
@@ -55,7 +55,7 @@ def bar_chart(title: str, x_label: str, series: Sequence[Series]) -> str:
         shift = (index - (len(series) - 1) / 2) * width
         axes.bar(
             [x + shift for x in range(len(one.values))], [value or 0.0 for value in one.values],
-            width, label=one.name, hatch=HATCHES[index % len(HATCHES)],
+            width, label=one.name, hatch=_HATCHES[index % len(_HATCHES)],
             facecolor=FILLS[index % len(FILLS)], edgecolor="0.0", linewidth=0.8,
         )  # fmt: skip
     axes.set_xticks(range(max(len(one.values) for one in series)))

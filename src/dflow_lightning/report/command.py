@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dflow_lightning import files
 from dflow_lightning.errors import InputError
-from dflow_lightning.report.bench_page import read_result, render
+from dflow_lightning.report.bench_page import bench_page, read_result
 from dflow_lightning.report.conditions import check_same_conditions
 
 
@@ -36,6 +36,6 @@ def report_command(
         return
     results = [read_result(path) for path in bench]
     check_same_conditions([str(path) for path in bench], results)
-    files.write_text(out, render([str(path) for path in bench], results))
+    files.write_text(out, bench_page([str(path) for path in bench], results))
     num_rows = sum(len(result["rows"]) for result in results)
     print(f"report of {num_rows} rows written to {out}")

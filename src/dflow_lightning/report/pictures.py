@@ -9,14 +9,14 @@ from matplotlib.figure import Figure
 
 from dflow_lightning.html import image
 from dflow_lightning.report.charts import DASHES, GREYS, MARKERS
-from dflow_lightning.report.runs import Arm, Run, label, taus
+from dflow_lightning.report.runs import MeasuredRun, RunArm, arm_label, taus
 
 ON: dict[str, Any] = {"color": "0.0", "linestyle": "-", "marker": "o"}
 OFF: dict[str, Any] = {
     "color": "0.4", "linestyle": "--", "marker": "s", "markerfacecolor": "white",
 }  # fmt: skip
 POINTS = 20  # of a training curve: means of neighbours
-COLUMNS = 3
+_COLUMNS = 3
 
 
 class Pictures:
@@ -34,7 +34,9 @@ class Pictures:
         figure.savefig(self._folder / f"{name}.png", dpi=110)
         return image(f"{self._name}/{name}.png", caption)
 
-    def taus(self, runs: list[Run], every: list[Arm], temperatures: Sequence[float]) -> str:
+    def taus(
+        self, runs: list[MeasuredRun], every: list[RunArm], temperatures: Sequence[float]
+    ) -> str:
         """Pooled tau: a point a seed, a bar for their mean."""
         figure = Figure(
             figsize=(4.2 * len(temperatures) + 2.2, 0.34 * len(every) + 1.3), layout="constrained"
@@ -58,7 +60,7 @@ class Pictures:
             axis.set_xlim(left=1.0)  # no acceptance at all
             axis.grid(axis="x", color="0.85")
             axis.set_axisbelow(True)
-        axes[0].set_yticks(range(len(every)), [label(arm, every) for arm in every])
+        axes[0].set_yticks(range(len(every)), [arm_label(arm, every) for arm in every])
         axes[0].invert_yaxis()
         return self._save(
             figure, "tau",
@@ -66,7 +68,7 @@ class Pictures:
             "no draft is accepted; grey with relay, hatched without",
         )  # fmt: skip
 
-    def positions(self, runs: list[Run], every: list[Arm], temperature: float) -> str:
+    def positions(self, runs: list[MeasuredRun], every: list[RunArm], temperature: float) -> str:
         """Share of rounds that accept at least j drafts: a panel a drafter."""
         figure, panels = grid(every)
         for axis, name in panels:
@@ -85,7 +87,7 @@ class Pictures:
             f"Rounds that accept at least j drafts, T={temperature:g}, all families, mean of seeds",
         )  # fmt: skip
 
-    def histograms(self, runs: list[Run], every: list[Arm], temperature: float) -> str:
+    def histograms(self, runs: list[MeasuredRun], every: list[RunArm], temperature: float) -> str:
         """Rounds by accepted drafts: a panel a drafter."""
         figure, panels = grid(every)
         for axis, name in panels:
@@ -108,7 +110,7 @@ class Pictures:
             f"Rounds by number of accepted drafts, T={temperature:g}, all families",
         )  # fmt: skip
 
-    def curves(self, runs: list[Run]) -> str:
+    def curves(self, runs: list[MeasuredRun]) -> str:
         """tau of each rollout round during training, a panel a drafter; nothing without records."""
         drawn = [run for run in runs if run.curves]
         if not drawn:
@@ -133,10 +135,10 @@ class Pictures:
         )  # fmt: skip
 
 
-def grid(every: Sequence[Arm]) -> tuple[Figure, Iterator[tuple[Any, str]]]:
+def grid(every: Sequence[RunArm]) -> tuple[Figure, Iterator[tuple[Any, str]]]:
     """A figure with a panel for each name."""
     names = list(dict.fromkeys(name for name, _ in every))
-    columns = min(COLUMNS, len(names))
+    columns = min(_COLUMNS, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(3.6 * columns, 2.7 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
@@ -159,7 +161,7 @@ def decorate(axis: Any, title: str, x_label: str, y_label: str) -> None:
         axis.legend(fontsize=8)
 
 
-def averaged(runs: list[Run], arm: Arm, temperature: float, key: str) -> list[float]:
+def averaged(runs: list[MeasuredRun], arm: RunArm, temperature: float, key: str) -> list[float]:
     """A list of numbers of the pooled rows, mean over seeds."""
     found = [
         row[key]

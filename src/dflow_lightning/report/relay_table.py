@@ -7,7 +7,7 @@ equal states.
 
 from collections.abc import Sequence
 
-from dflow_lightning.html import table
+from dflow_lightning.html import html_table
 
 UNPAIRED = (
     "<p>From separate decodings with the relay on and off, which go through different rounds: the "
@@ -39,7 +39,7 @@ def unpaired_table(rows: Sequence[dict], title: str) -> list[str]:
     header = ["family", "relay", *(f"a = {a}" for a in counts)]
     return [
         UNPAIRED,
-        table(f"{title}: tau (rounds) after a round that accepted a drafts", header, lines),
+        html_table(f"{title}: tau (rounds) after a round that accepted a drafts", header, lines),
     ]
 
 

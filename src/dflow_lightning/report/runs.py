@@ -14,12 +14,12 @@ from dflow_lightning.errors import InputError
 
 BENCH, RECORD = "bench.json", "sweep.json"
 NEEDED = ("relay", "temperature", "family", "tau", "position_acceptance", "histogram")
-Arm = tuple[str, str]  # name of a run without its seed, relay on or off
+RunArm = tuple[str, str]  # name of a run without its seed, relay on or off
 Curves = dict[str, list[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """What one run folder holds.
 
     Args:
@@ -57,7 +57,7 @@ def find_runs(paths: list[Path]) -> list[Path]:
     return found
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> MeasuredRun:
     """A run folder, checked for what the page shows."""
     path = folder / BENCH
     try:
@@ -75,7 +75,7 @@ def read_run(folder: Path) -> Run:
         name, seed = numbered[1], int(numbered[2])
     spent = folder / "seconds.json"
     training = json.loads(spent.read_text(encoding="utf-8")) if spent.is_file() else {}
-    return Run(
+    return MeasuredRun(
         name, seed, folder, rows, environment, read_curves(folder),
         training.get("seconds"), training.get("steps"),
     )  # fmt: skip
@@ -105,19 +105,19 @@ def read_curves(folder: Path) -> Curves:
     return {}
 
 
-def arms(runs: list[Run]) -> list[Arm]:
+def run_arms(runs: list[MeasuredRun]) -> list[RunArm]:
     """Every drafter with every relay setting, in the order of the folders, on before off."""
     found = dict.fromkeys((run.name, row["relay"]) for run in runs for row in run.rows)
     names = list(dict.fromkeys(name for name, _ in found))
     return [(n, relay) for n in names for relay in ("on", "off") if (n, relay) in found]
 
 
-def label(arm: Arm, every: list[Arm]) -> str:
+def arm_label(arm: RunArm, every: list[RunArm]) -> str:
     """Its name, and the relay where there are two settings."""
     return f"{arm[0]}, relay {arm[1]}" if (arm[0], "on") in every else arm[0]
 
 
-def taus(runs: list[Run], arm: Arm, temperature: float, family: str) -> list[float]:
+def taus(runs: list[MeasuredRun], arm: RunArm, temperature: float, family: str) -> list[float]:
     """One number a seed."""
     return [
         row["tau"]

@@ -7,12 +7,21 @@ from typing import Any
 
 from dflow_lightning import files
 from dflow_lightning.errors import InputError
-from dflow_lightning.html import number, page, table, with_spread
+from dflow_lightning.html import html_table, number, page, with_spread
 from dflow_lightning.report.conditions import SAME_CONDITIONS, check_same_conditions
 from dflow_lightning.report.relay_table import unpaired_table
-from dflow_lightning.report.runs import RECORD, Arm, Run, arms, find_runs, label, read_run, taus
+from dflow_lightning.report.runs import (
+    RECORD,
+    MeasuredRun,
+    RunArm,
+    arm_label,
+    find_runs,
+    read_run,
+    run_arms,
+    taus,
+)
 
-INTRODUCTION = (
+_INTRODUCTION = (
     "<p>tau is the acceptance length: accepted drafts + 1 bonus token per round, pooled over all "
     "rounds; the mean over seeds ± (largest - smallest). With the relay off a drafter is the same "
     "checkpoint, its relay switched off. Only runs that were measured alike stand in one page.</p>"
@@ -38,7 +47,7 @@ def report_runs(runs: list[Path], sweep: Path | None, out: Path) -> None:
         field="runs" if sweep is None else "sweep",
     )
     with files.staged_folder(beside) as staged:
-        text = render(found, Pictures(staged, beside.name))
+        text = runs_page(found, Pictures(staged, beside.name))
     files.write_text(out, text)
     print(f"report of {len(found)} runs written to {out}, pictures to {beside}")
 
@@ -59,14 +68,14 @@ def picture_folder(out: Path) -> Path:
     return folder
 
 
-def render(runs: list[Run], pictures: Any) -> str:
+def runs_page(runs: list[MeasuredRun], pictures: Any) -> str:
     """The page; `pictures` draws what it shows and says where."""
-    every = arms(runs)
+    every = run_arms(runs)
     temperatures = sorted({row["temperature"] for run in runs for row in run.rows})
     families = list(dict.fromkeys(row["family"] for run in runs for row in run.rows))
     families = [one for one in families if one != "pooled"] + ["pooled"]
-    parts = ["<h1>Runs side by side</h1>", INTRODUCTION]
-    parts += [tau_table(runs, every, t, families) for t in temperatures]
+    parts = ["<h1>Runs side by side</h1>", _INTRODUCTION]
+    parts += [_tau_table(runs, every, t, families) for t in temperatures]
     parts.append(pictures.taus(runs, every, temperatures))
     parts += ["<h2>Acceptance by position, and accepted drafts</h2>"]
     parts += [pictures.positions(runs, every, t) for t in temperatures]
@@ -81,7 +90,9 @@ def render(runs: list[Run], pictures: Any) -> str:
     return page("dflow-lightning runs", parts)
 
 
-def tau_table(runs: list[Run], every: list[Arm], temperature: float, families: list[str]) -> str:
+def _tau_table(
+    runs: list[MeasuredRun], every: list[RunArm], temperature: float, families: list[str]
+) -> str:
     """A line an arm; the last column compares the pooled mean to the first line's."""
     lines, reference = [], None
     for arm in every:
@@ -90,13 +101,13 @@ def tau_table(runs: list[Run], every: list[Arm], temperature: float, families: l
         reference = reference or pooled
         ratio = pooled / reference if pooled and reference else None
         lines.append(
-            [label(arm, every), str(len(cells[-1])), *map(with_spread, cells), number(ratio)]
+            [arm_label(arm, every), str(len(cells[-1])), *map(with_spread, cells), number(ratio)]
         )
     header = ["drafter", "seeds", *families, "pooled / first row"]
-    return table(f"Acceptance length tau, T={temperature:g}", header, lines)
+    return html_table(f"Acceptance length tau, T={temperature:g}", header, lines)
 
 
-def relay_parts(runs: list[Run], temperatures: list[float]) -> list[str]:
+def relay_parts(runs: list[MeasuredRun], temperatures: list[float]) -> list[str]:
     """Where the relay helps; nothing where no run was measured with one."""
     parts = ["<h2>Where the relay helps</h2>"]
     for name in dict.fromkeys(run.name for run in runs):
@@ -108,7 +119,7 @@ def relay_parts(runs: list[Run], temperatures: list[float]) -> list[str]:
     return parts if len(parts) > 1 else []
 
 
-def cost_table(runs: list[Run], every: list[Arm], temperature: float) -> str:
+def cost_table(runs: list[MeasuredRun], every: list[RunArm], temperature: float) -> str:
     """Processor time of a training step, and what the bench has timed; means over seeds."""
     lines = []
     for arm in every:
@@ -121,10 +132,10 @@ def cost_table(runs: list[Run], every: list[Arm], temperature: float) -> str:
         ]
         steps = [1000 * run.seconds / run.steps for run in mine if run.seconds and run.steps]
         parts = [row.get("round_milliseconds") or {} for row in rows]
-        split = [mean([one[part] for one in parts if part in one]) for part in PARTS]
+        split = [mean([one[part] for one in parts if part in one]) for part in _ROUND_PARTS]
         lines.append(
             [
-                label(arm, every),
+                arm_label(arm, every),
                 number(mean(steps), 0),
                 *(number(value, 2) for value in split),
                 number(mean([r["tokens_per_second"] for r in rows if r["tokens_per_second"]]), 0),
@@ -132,17 +143,18 @@ def cost_table(runs: list[Run], every: list[Arm], temperature: float) -> str:
             ]
         )
     header = [
-        "drafter", "training step, processor ms", *(f"{part}, ms" for part in PARTS), "tokens/s",
-        "over plain",
+        "drafter", "training step, processor ms", *(f"{part}, ms" for part in _ROUND_PARTS),
+        "tokens/s", "over plain",
     ]  # fmt: skip
     caption = (
         f"Means over seeds; the step with data, validation and start-up shared out; rounds at "
         f"T={temperature:g}, as the bench ran them"
     )
-    return table(caption, header, lines)
+    return html_table(caption, header, lines)
 
 
-PARTS = ("whole", "draft", "verify", "relay", "commit")
+# `stopwatch.PARTS`; importing them would load torch for a page of text. A test compares the two.
+_ROUND_PARTS = ("whole", "draft", "verify", "relay", "commit")
 
 
 def mean(values: list[float]) -> float | None:
@@ -153,4 +165,4 @@ def conditions(environment: dict[str, Any]) -> str:
     """What all runs have in common."""
     keys = (*SAME_CONDITIONS, "suite", "concurrency", "versions", "dtype")
     lines = [[key, json.dumps(environment[key])] for key in keys if key in environment]
-    return table("Measured alike", ["what", "value"], lines)
+    return html_table("Measured alike", ["what", "value"], lines)

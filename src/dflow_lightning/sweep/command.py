@@ -175,7 +175,7 @@ def run_members(
                 break
     finished = [member for member in members if member.finished]
     failed = [name for name, outcome in outcomes.items() if outcome.failed]
-    show([(member.recipe.stem, member.seed, member.rows()) for member in finished])
+    show_taus([(member.recipe.stem, member.seed, member.rows()) for member in finished])
     print(f"{len(finished)} of {len(members)} runs finished")
     for name in failed:
         print(f"  failed: {name}, see {members[0].folder.parent / name}.log")
@@ -236,7 +236,9 @@ def recipe_hash(recipe: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def show(finished: Sequence[tuple[str, int, list[dict]]], console: Console | None = None) -> None:
+def show_taus(
+    finished: Sequence[tuple[str, int, list[dict]]], console: Console | None = None
+) -> None:
     """A line for each recipe and relay setting; columns: pooled tau by temperature.
 
     Args:
