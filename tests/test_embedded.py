@@ -51,7 +51,7 @@ def test_the_wheel_has_what_a_checkout_has(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, interface.__name__, interface)
     hook = runpy.run_path(str(ROOT / "hatch_build.py"))["EmbeddedDefault"]()
     for kind, parts in {
-        "standard": (*embedded.PARTS, "constraints/cpu.txt"),
+        "standard": (*embedded.EMBEDDED, "constraints/cpu.txt"),
         "editable": (),
     }.items():
         build_data: dict = {"force_include": {}}
@@ -180,7 +180,7 @@ def test_doctor_names_the_versions_file_that_an_installation_has(
     (tmp_path / "constraints").mkdir()
     inside = tmp_path / "constraints/cpu.txt"
     inside.write_text("torch==1.0")
-    monkeypatch.setattr(environment, "TESTED", embedded.tested_versions())
+    monkeypatch.setattr(environment, "TESTED", embedded.constraints_file())
     assert environment.tested_versions() == {"torch": "1.0"}
     expected = f"pip install -c {inside} 'dflow-lightning[deepspeed]'"
     assert environment.install_command("deepspeed") == expected

@@ -47,17 +47,17 @@ def dispatch(args: list[str]) -> int:
 
         return print_completion(args[1:])
     elif command == "plan":
-        from dflow_lightning.plan.command import run as plan
+        from dflow_lightning.plan.command import plan_command
 
-        return plan(args[1:])
+        return plan_command(args[1:])
     elif command == "sweep":
         from dflow_lightning.sweep.command import run_sweep
 
         return run_sweep(args[1:])
     elif command == "doctor":
-        from dflow_lightning.doctor.command import run as doctor
+        from dflow_lightning.doctor.command import doctor_command
 
-        return doctor(args[1:])
+        return doctor_command(args[1:])
     elif command in RUNS:
         from dflow_lightning.run.fit import run
 

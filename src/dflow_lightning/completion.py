@@ -15,7 +15,7 @@ from jsonargparse import ActionConfigFile, capture_parser
 from dflow_lightning.commandline.arguments import call_tool
 from dflow_lightning.commands import RUNS, TOOLS, load_tool
 from dflow_lightning.errors import InputError
-from dflow_lightning.plan.command import make_parser as plan_parser
+from dflow_lightning.plan.command import plan_parser
 from dflow_lightning.run.fit import COMMANDS, recipe_parser
 from dflow_lightning.sweep.command import sweep_parser
 from dflow_lightning.training.base import BLOCK

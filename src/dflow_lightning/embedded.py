@@ -12,7 +12,7 @@ from pathlib import Path
 from dflow_lightning.errors import InputError
 from dflow_lightning.files import check_writable, staged_file
 
-PARTS = ("data/README.md", "data/tiny-qwen3", "data/tiny-drafters", "recipes")
+EMBEDDED = ("data/README.md", "data/tiny-qwen3", "data/tiny-drafters", "recipes")
 IN_WHEEL = Path(__file__).parent / "embedded"
 IN_CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +24,7 @@ def root() -> Path:
         InputError: the package was installed without them, by no wheel of ours.
     """
     for folder in (IN_WHEEL, IN_CHECKOUT):
-        if (folder / PARTS[1]).is_dir():
+        if (folder / EMBEDDED[1]).is_dir():
             return folder
     raise InputError(
         f"{Path(__file__).parent} lacks the embedded default; install the wheel, or the source "
@@ -32,7 +32,7 @@ def root() -> Path:
     )
 
 
-def tested_versions() -> Path | None:
+def constraints_file() -> Path | None:
     """The file of the exact versions that the tests run with, where there is one."""
     found = (folder / "constraints/cpu.txt" for folder in (IN_WHEEL, IN_CHECKOUT))
     return next((path for path in found if path.is_file()), None)
@@ -40,7 +40,7 @@ def tested_versions() -> Path | None:
 
 def files() -> Iterator[Path]:
     """The files of the embedded default, relative to `root`."""
-    for part in PARTS:
+    for part in EMBEDDED:
         start = root() / part
         for path in [start] if start.is_file() else sorted(start.rglob("*")):
             if path.is_file():

@@ -41,7 +41,7 @@ class Stopwatch:
         return mean
 
 
-PARTS = ("whole", "draft", "verify", "relay", "commit")  # of a round of decoding
+ROUND_PARTS = ("whole", "draft", "verify", "relay", "commit")  # of a round of decoding
 
 
 class RoundTimer:
@@ -56,13 +56,13 @@ class RoundTimer:
 
     def __init__(self, device: torch.device | None = None, **seconds: list[float]) -> None:
         self._device = device if device is not None and device.type == "cuda" else None
-        self._seconds: dict[str, list[float]] = {part: [] for part in PARTS} | seconds
+        self._seconds: dict[str, list[float]] = {part: [] for part in ROUND_PARTS} | seconds
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._parts: list[str] = []  # of each pair of events
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Measure what runs inside as one more time of a part of `PARTS`."""
+        """Measure what runs inside as one more time of a part of `ROUND_PARTS`."""
         if self._device is None:
             start_time = time.perf_counter()
             yield
@@ -82,7 +82,7 @@ class RoundTimer:
 
     def extend(self, other: "RoundTimer") -> None:
         """Append all times of another timer."""
-        for part in PARTS:
+        for part in ROUND_PARTS:
             self.seconds(part).extend(other.seconds(part))
 
 

@@ -11,7 +11,7 @@ import torch
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import Completion
 from dflow_lightning.decode.equality import Difference
-from dflow_lightning.stopwatch import PARTS, RoundTimer
+from dflow_lightning.stopwatch import ROUND_PARTS, RoundTimer
 
 
 def template_hash(tokenizer: Any) -> str:
@@ -155,7 +155,7 @@ def round_milliseconds(timer: RoundTimer) -> dict[str, float] | None:
     if not rounds:
         return None
     medians = {}
-    for part in PARTS:
+    for part in ROUND_PARTS:
         seconds = timer.seconds(part)
         times = len(seconds) // rounds  # a round works on the relay in more than one place
         if times:

@@ -12,8 +12,8 @@ from dflow_lightning.data.tasks import (
     TASKS,
     TaskRow,
     conversation_prompts,
-    digest,
     read_turns,
+    rows_digest,
     select,
     task_prompts,
 )
@@ -185,7 +185,7 @@ def read_suite(choice: SuiteChoice, target: FrozenTarget, decoder: SpeculativeDe
     if _has_turns(path):
         rows = _chosen(read_turns(path, path.stem, field="suite"), choice.limit, encoder, room)
         prompts, left_out = conversation_prompts(rows, encoder, max_length=room, answer=answer)
-        return suite(prompts, digest(rows), {path.stem: str(path)}, left_out)
+        return suite(prompts, rows_digest(rows), {path.stem: str(path)}, left_out)
     prompts = read_prompts(
         target.tokenizer,
         path,

@@ -38,7 +38,7 @@ from dflow_lightning.formats.integrity import file_sha256
 from dflow_lightning.terminal import labelled
 
 MAX_ROW = 16 * 2**20  # bytes of a JSON row, above what any conversation takes
-CHUNK = 2**20
+_CHUNK = 2**20
 FORMATS = {".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSON", ".parquet": "Parquet"}
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # suffixes that may follow, in pyarrow's names
 # A file is unpacked by what it holds, not by its name.
@@ -568,7 +568,7 @@ def _lines(file: BinaryIO, where: str) -> Iterator[tuple[int, bytes | None]]:
     while line := file.readline(MAX_ROW + 1):
         number += 1
         if len(line) > MAX_ROW:
-            while not line.endswith(b"\n") and (line := file.readline(CHUNK)):
+            while not line.endswith(b"\n") and (line := file.readline(_CHUNK)):
                 pass
             first = False
             yield number, None
@@ -611,7 +611,7 @@ def _elements(reader: TextIO, where: str) -> Iterator[tuple[int, str]]:
     # where an element ends and is content with more than JSON; `load_record` is strict.
     scanner = json.JSONDecoder(strict=False, parse_int=str, parse_float=str)
     number = 0
-    buffer = reader.read(CHUNK)
+    buffer = reader.read(_CHUNK)
     at = buffer.index("[") + 1
     closed = ""
     while closed != "]":
@@ -631,14 +631,14 @@ def _elements(reader: TextIO, where: str) -> Iterator[tuple[int, str]]:
             yield number, buffer[start:end]
             continue
         held = len(buffer) - start
-        more = reader.read(max(CHUNK, held)) if held <= MAX_ROW else ""
+        more = reader.read(max(_CHUNK, held)) if held <= MAX_ROW else ""
         if not more:
             raise InputError(
                 f"{where}: element {number + 1} of the array is broken, cut off or longer than "
                 f"{MAX_ROW >> 20} MiB, and nothing after it can be read; fix the file"
             )
         buffer, at, closed = buffer[start:] + more, 0, ""
-    if (buffer[at:] + reader.read(CHUNK)).strip():
+    if (buffer[at:] + reader.read(_CHUNK)).strip():
         raise InputError(
             f"{where} goes on after its array; write one array, or one object per line in a "
             ".jsonl file"

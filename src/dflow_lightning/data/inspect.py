@@ -53,7 +53,7 @@ def inspect_command(
     def put(*shown: Any) -> None:
         result_json.write_line(row_as_json(*shown[:6]))
         if not result_json.on_stdout:
-            show(*shown)
+            print_row(*shown)
 
     data = data.expanduser()
     if is_prepared(data):
@@ -95,7 +95,9 @@ def show_conversation(
     for i, (name, tokens, note) in enumerate(rows, start=1):
         place = [f"{i} of the {len(rows)} rows of this conversation"] if len(rows) > 1 else []
         notes = [note, *place, *_left_out(conversation, text)]
-        (put or show)(title, name, conversation.family, notes, encoder.tokenizer, tokens, console)
+        (put or print_row)(
+            title, name, conversation.family, notes, encoder.tokenizer, tokens, console
+        )
 
 
 def _show_prepared(folder: Path, target: str | None, row: int, put: Put) -> None:
@@ -165,7 +167,7 @@ def anchor_candidates(loss_mask: Sequence[bool]) -> list[int]:
     return sorted(anchors.positions_BN[anchors.valid_BN].tolist())
 
 
-def show(
+def print_row(
     title: str,
     name: str,
     family: str,
@@ -212,7 +214,7 @@ def show(
 def row_as_json(
     title: str, name: str, family: str, notes: Sequence[str], tokenizer: Any, tokens: EncodedRow
 ) -> dict[str, Any]:
-    """What `show` prints of a row, for a script."""
+    """What `print_row` prints, for a script."""
     return {
         "title": title,
         "id": name,

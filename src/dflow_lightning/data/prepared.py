@@ -31,10 +31,10 @@ from dflow_lightning.formats.integrity import file_sha256
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMAT = 1
+PREPARED_FORMAT = 1
 MANIFEST = "manifest.json"
 REJECTS = "rejects.jsonl"
-ON_POLICY = "on_policy.json"
+ON_POLICY_FILE = "on_policy.json"
 ROWS_PER_FILE = 50_000
 ROWS_PER_BATCH = 1000  # of one Arrow record batch: what a writer holds
 
@@ -117,7 +117,7 @@ def finish(folder: Path, manifest: Mapping[str, Any], files: list[FileRecord]) -
     Raises:
         OSError: what was written does not read back.
     """
-    content = {"format": FORMAT, **manifest, "files": files}
+    content = {"format": PREPARED_FORMAT, **manifest, "files": files}
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
     found = open_prepared(folder)
@@ -150,9 +150,9 @@ def read_manifest(folder: Path, field: str = "data") -> dict[str, Any]:
         raise InputError(
             f"{field}: {path} is damaged ({type(error).__name__}); prepare the data again"
         ) from error
-    if version != FORMAT:
+    if version != PREPARED_FORMAT:
         raise InputError(
-            f"{field}: {folder} is of format {version} and this version reads {FORMAT}; "
+            f"{field}: {folder} is of format {version} and this version reads {PREPARED_FORMAT}; "
             "prepare the data again"
         )
     return manifest

@@ -131,7 +131,7 @@ def task_prompts(
                 f"{field}: no prompt of {name} has at most {max_length} tokens, which the target's "
                 "context holds; leave the task out"
             )
-    return TaskPrompts(prompts, left_out, sources, digest(rows))
+    return TaskPrompts(prompts, left_out, sources, rows_digest(rows))
 
 
 def read_task(name: str, suite_dir: Path | None, field: str) -> tuple[list[TaskRow], str]:
@@ -257,6 +257,6 @@ def _said(texts: Sequence[str]) -> list[dict[str, str]]:
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-def digest(rows: Sequence[TaskRow]) -> str:
+def rows_digest(rows: Sequence[TaskRow]) -> str:
     """A hash of what is asked."""
     return hashlib.sha256(json.dumps([list(row) for row in rows]).encode()).hexdigest()[:16]

@@ -18,7 +18,7 @@ from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.doctor.environment import ENVIRONMENT, Environment
 from dflow_lightning.terminal import STDOUT, labelled
 
-USAGE = """usage: dflow-train doctor [--config RECIPE [--key value ...]] [--json [FILE]]
+DOCTOR_USAGE = """usage: dflow-train doctor [--config RECIPE [--key value ...]] [--json [FILE]]
 
 Check this environment and, with a recipe, everything that it needs, on one batch.
 
@@ -33,14 +33,14 @@ example:
   dflow-train doctor --config recipes/tiny-dflow.yaml"""
 
 
-def run(args: Sequence[str]) -> int:
+def doctor_command(args: Sequence[str]) -> int:
     """Print the checks of a command line; returns the exit status."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--json", type=Path, nargs="?", const=STDOUT)
     options, rest = parser.parse_known_args(list(args))
     if options.help:
-        print(USAGE)
+        print(DOCTOR_USAGE)
         return 0
     result_json = JsonOutput(options.json)
     text, checks = result_json.text, []

@@ -33,7 +33,7 @@ from dflow_lightning.terminal import shown
 from dflow_lightning.tracking.address import sqlite_file
 
 PACKAGE = "dflow-lightning"
-TESTED = embedded.tested_versions()
+TESTED = embedded.constraints_file()
 LITTLE_DISK = 5e9  # bytes; checkpoints of a small drafter and its record
 ANSWER_WITHIN = 5.0  # seconds, of a tracking server
 IMPORT_WITHIN = 120.0  # seconds
@@ -213,7 +213,7 @@ def wanted_gpus(recipe: Any) -> int:
     return int(devices) if str(devices).isdigit() else 1
 
 
-def check_disk(environment: Environment) -> str:
+def check_run_dir(environment: Environment) -> str:
     """Room in the run folder: for a recipe's checkpoints, or for any."""
     folder = environment.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
@@ -269,6 +269,6 @@ ENVIRONMENT = {
     "packages": Step(check_packages),
     "deepspeed": Step(check_deepspeed),
     "GPUs": Step(check_gpus),
-    "disk": Step(check_disk),
+    "disk": Step(check_run_dir),
     "tracking": Step(check_tracking),
 }

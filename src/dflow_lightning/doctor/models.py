@@ -45,7 +45,7 @@ from dflow_lightning.training.step_inputs import RolloutConfig, Round, StepInput
 
 MAX_TOKENS = 512  # of the row that is looked at
 NUM_BLOCKS = 8
-ON_POLICY = 0.6  # share of learned tokens that the target chooses itself, at the least
+MIN_ON_POLICY = 0.6  # share of learned tokens that the target chooses itself, at the least
 NORM_TOLERANCE = 0.05  # of a root mean square of 1
 
 
@@ -186,7 +186,7 @@ def check_on_policy(here: Loaded) -> str:
         chosen += int((logits_SV[:-1].argmax(-1) == ids_S[1:])[learned_S].sum())
         total += int(learned_S.sum())
     said = f"the target itself would choose {chosen / max(total, 1):.0%} of {total} learned tokens"
-    if chosen < ON_POLICY * total:
+    if chosen < MIN_ON_POLICY * total:
         raise DoubtError(
             f"{said}; let it answer with dflow-train prepare, and look whether its rope_theta and "
             "chat template are those that it was published with"

@@ -37,7 +37,7 @@ from dflow_lightning.plan.command import empty_target
 from dflow_lightning.terminal import shown
 
 NUM_BATCHES = 8  # of the first epoch, looked at for masks and mask id
-THINKING = "</think>"
+END_OF_THINKING = "</think>"
 
 
 class Preflight:
@@ -199,10 +199,10 @@ def check_masks(preflight: Preflight) -> str:
 def check_thinking(preflight: Preflight) -> str:
     """What is learned of the first batches against data.enable_thinking."""
     enabled = preflight.recipe.data.enable_thinking
-    if THINKING not in str(preflight.tokenizer.chat_template):
+    if END_OF_THINKING not in str(preflight.tokenizer.chat_template):
         raise SkippedError("the chat template knows no thinking")
     learned = [ids_S[mask_S] for batch in preflight.batches for ids_S, mask_S in documents(batch)]
-    think = sum(THINKING in preflight.tokenizer.decode(ids.tolist()) for ids in learned)
+    think = sum(END_OF_THINKING in preflight.tokenizer.decode(ids.tolist()) for ids in learned)
     said = f"data.enable_thinking is {enabled}, and {think} of {len(learned)} answers think"
     if enabled != bool(think):
         raise DoubtError(

@@ -53,8 +53,8 @@ def compiled_check(subject: Subject) -> Found:
 
 def package_check(subject: Subject) -> Found:
     """The decoder of the export's package against the eager one."""
-    if not (subject.folder / integrity.PACKAGE_FILE).is_file():
-        raise SkippedError(f"the folder holds no {integrity.PACKAGE_FILE}")
+    if not (subject.folder / integrity.PACKAGE_PATH).is_file():
+        raise SkippedError(f"the folder holds no {integrity.PACKAGE_PATH}")
     return _backend(subject, "package")
 
 

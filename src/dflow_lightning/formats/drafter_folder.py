@@ -69,7 +69,7 @@ def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
     config = read_config(folder / "config.json")
     eagle3 = config.get("architectures") == [EAGLE3_ARCHITECTURE]
     dims = eagle3_dims(config, folder) if eagle3 else dims_from_config(config, folder)
-    check_target(config, dims, target, folder)
+    check_same_target(config, dims, target, folder)
     if "dflow_config" in config:  # folders that others publish may hold their own code
         integrity.check_files(folder)
     drafter = Eagle3Drafter(dims) if isinstance(dims, Eagle3Dims) else Drafter(dims)
@@ -244,7 +244,7 @@ def rope_from_config(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return dict(new)
 
 
-def check_target(
+def check_same_target(
     config: dict[str, Any], dims: LayerDims, target: FrozenTarget, folder: Path
 ) -> None:
     """Refuse a drafter that was trained for another target."""

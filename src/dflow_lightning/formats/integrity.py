@@ -20,9 +20,9 @@ from typing import Any
 
 from dflow_lightning.errors import InputError
 
-PACKAGE_FILE = "decode/draft.pt2"
+PACKAGE_PATH = "decode/draft.pt2"
 CARRYOVER_FILE = "carryover/carryover.safetensors"
-FILES = ("model.safetensors", "relay/relay.safetensors", CARRYOVER_FILE, PACKAGE_FILE)
+FILES = ("model.safetensors", "relay/relay.safetensors", CARRYOVER_FILE, PACKAGE_PATH)
 SECTION = "dflow_config"
 PICKLED = {".bin", ".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".joblib"}
 CODE = {".py", ".pyc", ".so", ".pt2"}
@@ -94,7 +94,7 @@ def check_files(folder: Path) -> None:
             raise InputError(
                 f"drafter: {folder} holds {name}; only safetensors files are read, remove it"
             )
-        if path.suffix in CODE and str(name) != PACKAGE_FILE:
+        if path.suffix in CODE and str(name) != PACKAGE_PATH:
             raise InputError(
                 f"drafter: {folder} holds {name}; an export holds no other code, remove it"
             )

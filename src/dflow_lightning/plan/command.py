@@ -31,7 +31,15 @@ from dflow_lightning.models.eagle3 import Eagle3Config, Eagle3Dims, Eagle3Drafte
 from dflow_lightning.models.relay import RelayConfig
 from dflow_lightning.models.target import UNREADABLE, FrozenTarget
 from dflow_lightning.plan.eagle3 import Eagle3Plan
-from dflow_lightning.plan.memory import GIB, PRECISIONS, RESERVE, Plan, Sharding, amount, count
+from dflow_lightning.plan.memory import (
+    GIB,
+    PRECISIONS,
+    RESERVE,
+    Plan,
+    Sharding,
+    amount,
+    parameter_count,
+)
 from dflow_lightning.plan.work import work_of
 from dflow_lightning.prepare.verify import read_on_policy
 from dflow_lightning.run.fit import method_of, recipe_parser
@@ -54,7 +62,7 @@ FLAGS = {"--measure": bool, "--json": Path | None}
 MEASURE = "Run two steps of the recipe's shapes on one device, and print memory and time."
 
 
-def run(args: Sequence[str]) -> int:
+def plan_command(args: Sequence[str]) -> int:
     """Print parameters, memory, work, steps and disk of a recipe; refuse what cannot fit."""
     recipe = parse(args)
     if recipe.measure and recipe.method != BLOCK:
@@ -79,9 +87,9 @@ def numbers(plan: Plan) -> dict[str, Any]:
     each = step_seconds(plan)
     return {
         "parameters": {
-            "target": count(plan.target.model),
-            "drafter": count(plan.drafter),
-            "relay": count(plan.relay),
+            "target": parameter_count(plan.target.model),
+            "drafter": parameter_count(plan.drafter),
+            "relay": parameter_count(plan.relay),
         },
         "gpus": plan.gpus,
         "gpu_memory_bytes": plan.memory(),
@@ -104,7 +112,7 @@ def parse(args: Sequence[str]) -> Any:
         InputError: an option or a key of the recipe is unknown or has a wrong value.
     """
     given = Recipe.read(spell_out(FLAGS, args))
-    recipe = given.parse(make_parser(method_of(given)))
+    recipe = given.parse(plan_parser(method_of(given)))
     on_cpu = recipe.trainer.accelerator == "cpu"
     for name, unit in (("gpu_memory", "GiB"), ("gpu_tflops", "TFLOP/s")):
         value = getattr(recipe, name)
@@ -119,7 +127,7 @@ def parse(args: Sequence[str]) -> Any:
     return recipe
 
 
-def make_parser(method: Method = BLOCK) -> Any:
+def plan_parser(method: Method = BLOCK) -> Any:
     """The parser of a recipe, with the options of this command."""
     parser = recipe_parser(method, prog="dflow-train plan")
     parser.add_argument("--gpus", type=int | None, default=None, help=GPUS)
@@ -233,7 +241,7 @@ def counts(plan: Plan) -> list[str]:
         f"drafter  {layers}, taps {taps}": plan.drafter,
         f"relay    {'' if plan.relay else 'none'}": plan.relay,
     }
-    return ["parameters", *(f"  {name:<56}{count(m):>18,}" for name, m in lines.items())]
+    return ["parameters", *(f"  {name:<56}{parameter_count(m):>18,}" for name, m in lines.items())]
 
 
 def memory_table(plan: Plan, gpu_memory: float) -> list[str]:

@@ -81,7 +81,7 @@ def amount(value: float, decimals: int = 2) -> str:
     return f"{value:.{1 - math.floor(math.log10(value))}f}"
 
 
-def count(module: nn.Module | None) -> int:
+def parameter_count(module: nn.Module | None) -> int:
     """Parameters of a module; tied ones count once."""
     return sum(p.numel() for p in module.parameters()) if module else 0
 
@@ -107,7 +107,7 @@ class Plan:
     @property
     def trained(self) -> int:
         """Parameters of drafter and relay."""
-        return count(self.drafter) + count(self.relay)
+        return parameter_count(self.drafter) + parameter_count(self.relay)
 
     @property
     def precision(self) -> Precision:
@@ -173,7 +173,7 @@ class Plan:
 
     def memory(self) -> dict[str, int]:
         """Bytes on one GPU by part, in the order of allocation."""
-        target = count(self.target.model)
+        target = parameter_count(self.target.model)
         if self.shard_target:  # embedding and head stay whole; a layer runs, the next is gathered
             layer = sum(weight.numel() for weight in self.target.layer_weights(0).values())
             layers = layer * self.target.num_layers

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dflow_lightning.plan.eagle3 import Eagle3Plan
-from dflow_lightning.plan.memory import Plan, count
+from dflow_lightning.plan.memory import Plan, parameter_count
 
 
 def matrices(module: nn.Module | None) -> int:
@@ -57,7 +57,9 @@ class Work:
         layers = plan.target_layers
         share = layers / plan.target.num_layers
         embeddings = {plan.target.embedding_weight, plan.target.head_weight} - {None}
-        weights = count(plan.target.model) - sum(w.numel() for w in embeddings if w is not None)
+        weights = parameter_count(plan.target.model) - sum(
+            w.numel() for w in embeddings if w is not None
+        )
         heads = config.num_attention_heads * plan.target_head_dim
         return tokens * (2 * weights * share + 4 * heads * keys * layers)
 

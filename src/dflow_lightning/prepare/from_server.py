@@ -41,7 +41,7 @@ NEUTRAL_SAMPLING = {
     "frequency_penalty": 0.0,
 }
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
-REFUSED = {401: "the key", 403: "the key", 404: "the address or the model"}
+_TO_FIX = {401: "the key", 403: "the key", 404: "the address or the model"}
 # Dialogues that fail one after the other before a server counts as gone, per one in flight.
 FAILURES_IN_A_ROW = 2
 FIRST = aiohttp.ClientTimeout(total=30)  # for the question which models there are
@@ -270,9 +270,9 @@ class ServerGenerator:
     async def _refuse(self, url: str, response: aiohttp.ClientResponse) -> None:
         status = response.status
         text = " ".join((await response.text(errors="replace")).split())[:200]
-        if status in REFUSED:
+        if status in _TO_FIX:
             raise _FatalError(
-                f"server: {url} refuses with status {status} ({text}); fix {REFUSED[status]}"
+                f"server: {url} refuses with status {status} ({text}); fix {_TO_FIX[status]}"
                 + (f" (the key is read from {API_KEY})" if status != 404 else "")
             )
         waits = response.headers.get("Retry-After", "")

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dflow_lightning.terminal import bar, is_live
 
-REFRESH_SECONDS = 0.5
-LINE_SECONDS = 10.0
+_REFRESH_SECONDS = 0.5
+_LINE_SECONDS = 10.0
 
 
 class PrepareProgress:
@@ -60,7 +60,7 @@ class PrepareProgress:
         self.done += 1
         self.tokens += tokens
         self.failed += failed
-        wait = REFRESH_SECONDS if self._bar else LINE_SECONDS
+        wait = _REFRESH_SECONDS if self._bar else _LINE_SECONDS
         if time.perf_counter() - self._shown > wait:
             self.show()
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dflow_lightning.data.prepared import ON_POLICY, open_prepared
+from dflow_lightning.data.prepared import ON_POLICY_FILE, open_prepared
 from dflow_lightning.errors import InputError
 from dflow_lightning.files import write_text
 from dflow_lightning.models.target import FrozenTarget
@@ -75,7 +75,7 @@ def report_on_policy(
         raise InputError(f"min_agreement is {min_agreement}; give a share between 0 and 1")
     found = on_policy(target, open_prepared(folder), num_rows)
     content = {**asdict(found), "target": target.name, "weights": target.fingerprint}
-    write_text(folder / ON_POLICY, json.dumps(content, indent=2) + "\n")
+    write_text(folder / ON_POLICY_FILE, json.dumps(content, indent=2) + "\n")
     print(labelled("on policy: ", found.describe()))
     if found.agreement < min_agreement:
         advice = (
@@ -93,7 +93,7 @@ def read_on_policy(folder: Path) -> OnPolicy | None:
     Raises:
         InputError: the report cannot be read.
     """
-    path = folder / ON_POLICY
+    path = folder / ON_POLICY_FILE
     if not path.is_file():
         return None
     try:

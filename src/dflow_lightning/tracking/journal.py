@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from dflow_lightning.files import write_text
 
-FOLDER = "tracking"
-REFUSED = "refused.jsonl"
-CHUNK = 1 << 20  # bytes read at once, unless a single line is longer
+TRACKING_FOLDER = "tracking"
+REFUSED_FILE = "refused.jsonl"
+_CHUNK = 1 << 20  # bytes read at once, unless a single line is longer
 LARGEST = 1 << 30  # bytes that a journal may grow to while its store is away
 EMPTIED_AT = 16 << 20  # bytes from which a journal that was sent completely is truncated
 HELD = 10_000  # records held in memory while the disk is full
@@ -68,7 +68,7 @@ class Journal:
 
     def __init__(self, run_dir: Path, destination: Destination) -> None:
         self.destination = destination
-        self.folder = run_dir / FOLDER
+        self.folder = run_dir / TRACKING_FOLDER
         self.path = self.folder / f"{destination.key}.jsonl"
         self.offset = 0  # bytes that the store has
         self.lost: dict[str, int] = {}  # names of dropped records, with their last step
@@ -147,7 +147,7 @@ class Journal:
 
     def _read(self, offset: int) -> list[Entry]:
         assert self._file is not None
-        size, found, end = CHUNK, list[Entry](), offset
+        size, found, end = _CHUNK, list[Entry](), offset
         while b"\n" not in (chunk := os.pread(self._file, size, offset)):
             if len(chunk) < size:  # a line that is being written right now
                 return []
@@ -173,7 +173,7 @@ class Journal:
     def refuse(self, record: Record, reason: str) -> None:
         """Set aside a record that the store rejects for good, so that it holds up no others."""
         line = json.dumps({"reason": reason, **record}, ensure_ascii=False)
-        with suppress(OSError), (self.folder / REFUSED).open("a", encoding="utf-8") as file:
+        with suppress(OSError), (self.folder / REFUSED_FILE).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def save(self) -> None:
@@ -231,7 +231,7 @@ class Journal:
         if self._file is None or not self._size():
             return False
         # Through this handle: closing any other handle of the file would release the record lock.
-        tail = os.pread(self._file, CHUNK, max(0, self._size() - CHUNK))
+        tail = os.pread(self._file, _CHUNK, max(0, self._size() - _CHUNK))
         with suppress(ValueError):
             return bool(json.loads(tail.splitlines()[-1])["do"] == "end")
         return False
@@ -274,6 +274,6 @@ def read_state(path: Path) -> tuple[Destination, int] | None:
 
 def journals(run_dir: Path) -> list[Path]:
     """The journals of a run folder with records left to send, oldest first."""
-    folder = run_dir / FOLDER
-    found = [path for path in folder.glob("*.jsonl") if path.name != REFUSED]
+    folder = run_dir / TRACKING_FOLDER
+    found = [path for path in folder.glob("*.jsonl") if path.name != REFUSED_FILE]
     return sorted(found, key=lambda path: path.stat().st_mtime)

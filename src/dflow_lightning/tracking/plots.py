@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MODES = {"": "relay on", "_relay_off": "relay off"}
 STYLES = {"": ("#1b6e1b", "o", "-"), "_relay_off": ("#444444", "s", "--")}
-HATCHES = {"": "", "_relay_off": "///"}
+_HATCHES = {"": "", "_relay_off": "///"}
 
 
 def acceptance_plot(measured: Measured) -> bytes:
@@ -31,7 +31,7 @@ def acceptance_plot(measured: Measured) -> bytes:
         axes.set_xticks(places)
         axes.plot(
             places, [100 * shares[p] for p in places],
-            color=color, marker=marker, linestyle=line, label=label(measured, suffix),
+            color=color, marker=marker, linestyle=line, label=curve_label(measured, suffix),
         )  # fmt: skip
     axes.set_xlabel("draft position")
     axes.set_ylabel("accepted at least so far, % of rounds")
@@ -50,9 +50,9 @@ def tau_plot(measured: Measured) -> bytes:
         taus = taus_of(measured, suffix)
         places = [i + (index - (len(suffixes) - 1) / 2) * width for i in range(len(taus))]
         bars = axes.bar(
-            places, list(taus.values()), width, label=label(measured, suffix),
+            places, list(taus.values()), width, label=curve_label(measured, suffix),
             color=STYLES[suffix][0] if not suffix else "#dddddd",
-            hatch=HATCHES[suffix], edgecolor="black",
+            hatch=_HATCHES[suffix], edgecolor="black",
         )  # fmt: skip
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=9)
         axes.set_xticks(range(len(taus)), list(taus))
@@ -71,7 +71,7 @@ def taus_of(measured: Measured, suffix: str) -> dict[str, float]:
     }
 
 
-def label(measured: Measured, suffix: str) -> str:
+def curve_label(measured: Measured, suffix: str) -> str:
     """What a pass is called in a legend."""
     return MODES[suffix] if len(measured.passes) > 1 else "no relay"
 

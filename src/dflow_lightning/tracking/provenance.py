@@ -45,10 +45,10 @@ def run_tags(world_size: int) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             tags[f"version.{name}"] = version(name)
     tags["version.python"] = platform.python_version()
-    return tags | hardware(world_size) | git_state()
+    return tags | hardware_tags(world_size) | git_state()
 
 
-def hardware(world_size: int) -> dict[str, str]:
+def hardware_tags(world_size: int) -> dict[str, str]:
     """Processors, memory and GPUs of this machine, and how many processes train together."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     tags = {

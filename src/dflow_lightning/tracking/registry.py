@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from dflow_lightning.terminal import labelled
 from dflow_lightning.tracking.address import sqlite_file
 from dflow_lightning.tracking.callback import KEY, RUN_ID
-from dflow_lightning.tracking.journal import FOLDER, Destination, read_state
+from dflow_lightning.tracking.journal import TRACKING_FOLDER, Destination, read_state
 from dflow_lightning.tracking.logger import store_address
 from dflow_lightning.tracking.sender import reason
 from dflow_lightning.tracking.store import KEY_TAG, TAG_LIMIT, RunStore, import_mlflow
@@ -51,7 +51,7 @@ def destination_of(checkpoint: Checkpoint) -> Destination | None:
     if key is None and run_id is None:
         return None
     run_dir = checkpoint.path.absolute().parent.parent
-    if (state := read_state(run_dir / FOLDER / f"{key}.jsonl")) is not None:
+    if (state := read_state(run_dir / TRACKING_FOLDER / f"{key}.jsonl")) is not None:
         return state[0]
     tracking = (content.get("recipe") or {}).get("tracking") or {}
     uri = store_address(run_dir, tracking.get("uri"))

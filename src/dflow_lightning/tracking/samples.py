@@ -10,7 +10,7 @@ from dflow_lightning.training.validation import DecodedPrompt, Measured
 SHOWN = 6  # prompts
 PROMPT_TOKENS = 120  # of a longer prompt only the end is shown
 
-STYLE = """
+_STYLE = """
 body { font: 15px/1.7 system-ui, sans-serif; margin: 1.5em auto; max-width: 60em; padding: 0 1em;
   color: #111; background: #fff; }
 h2 { font-size: 1.05em; margin: 2em 0 .3em; border-top: 1px solid #bbb; padding-top: 1em; }
@@ -38,7 +38,7 @@ def sample_page(tokenizer: Any, measured: Measured) -> str:
             row = next((row for row in rows if row.number == number), None)
             if row is not None:
                 parts.append(answer(tokenizer, row, title(measured, suffix)))
-    return page(f"Answers at step {measured.step}", parts, STYLE)
+    return page(f"Answers at step {measured.step}", parts, _STYLE)
 
 
 def chosen(measured: Measured) -> list[int]:

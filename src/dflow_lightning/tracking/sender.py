@@ -182,7 +182,7 @@ def counted(journal: Journal) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in journal.left().items()) or "nothing"
 
 
-def show(path: Path) -> tuple[str, bool]:
+def queue_state(path: Path) -> tuple[str, bool]:
     """What is left to send of a journal, in words; False, as nothing was sent."""
     journal = open_journal(path)
     where = f"{journal.destination.run_name} -> {journal.destination.uri}"

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from dflow_lightning.errors import InputError, RunError
-from dflow_lightning.tracking.journal import FOLDER, journals
-from dflow_lightning.tracking.sender import deliver, show
+from dflow_lightning.tracking.journal import TRACKING_FOLDER, journals
+from dflow_lightning.tracking.sender import deliver, queue_state
 
 
 def sync_command(*, run: Path, list: bool = False) -> None:
@@ -21,7 +21,7 @@ def sync_command(*, run: Path, list: bool = False) -> None:
     failed = []
     paths = journals(run)
     for path in paths:
-        outcome, sent = show(path) if list else deliver(path)
+        outcome, sent = queue_state(path) if list else deliver(path)
         print(outcome)
         if not sent:
             failed.append(path)
@@ -30,5 +30,5 @@ def sync_command(*, run: Path, list: bool = False) -> None:
     if failed and not list:
         raise RunError(
             f"run: {len(failed)} of {len(paths)} records could not be sent; they stay in "
-            f"{run / FOLDER}; run the same command again when the store is back"
+            f"{run / TRACKING_FOLDER}; run the same command again when the store is back"
         )
