@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in under 8 minutes on one of 40 GB or more; ends with one page of numbers.
+# What only a GPU can show, on one of 40 GB or more; ends with one page of numbers. The aim is 8
+# minutes. NOT RUN on a GPU yet: the first page will say what it takes.
 #
 #   tests/gpu/check.sh                  # the page is in runs/gpu-check/page.txt, too: send it to us
 #   tests/gpu/check.sh --device cpu     # tiny shapes: does the script itself work?
