@@ -150,7 +150,8 @@ def block_attention_alone(attention, x, rope, context):
         attention.q_norm(attention.q_proj(x).view(1, 1, K, -1, attention.head_dim)).movedim(-2, 1),
         rope,
     )
-    keys, values = attention.keys_values(x, rope)
+    own = attention.keys_values(x, rope)
+    keys, values = own.keys, own.values
     group = q.shape[1] // keys.shape[1]
     keys = torch.cat([context.keys, keys[:, :, 0]], dim=2).repeat_interleave(group, dim=1)
     values = torch.cat([context.values, values[:, :, 0]], dim=2).repeat_interleave(group, dim=1)
