@@ -116,7 +116,7 @@ class Engine:
         self.models, self.num_slots, self.max_length = models, num_slots, max_length
         self.prefill_chunk, self.max_stop_ids = prefill_chunk, max_stop_ids
         self.backend = RoundBackend(backend) if isinstance(backend, str) else backend
-        # A block may reach past the last token of a full request; noise is read one further.
+        # The last block of a full request may pass its end; noise is read one position further.
         self.capacity = max_length + models.verified_tokens + 1
         rejection = acceptance == "rejection" and models.drafter is not None
         self.state = DecodeState.empty(
@@ -150,7 +150,7 @@ class Engine:
         return flight.id
 
     def cancel(self, request_id: int) -> Completion | None:
-        """End a request now; returns what it has so far, None when it is not known any more."""
+        """End a request now; returns its completion so far, None for an unknown id."""
         for waiting in self._queue:
             if waiting.id == request_id:
                 self._queue.remove(waiting)
@@ -163,7 +163,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or is in flight."""
+        """Whether any request is waiting or active."""
         return bool(self._queue) or any(self._slots)
 
     @torch.inference_mode()
@@ -201,7 +201,7 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self, modes: Sequence[RoundMode] = ROUND_MODES) -> None:
-        """Run throwaway rounds, so that everything a round can need is compiled before use.
+        """Run throwaway rounds, so that everything a round can need is compiled in advance.
 
         Args:
             modes: of the requests that will come; a mode that was not warmed up compiles when its
@@ -226,7 +226,7 @@ class Engine:
             self.cancel(number)
             mode = replace(mode, rejection=self._rejection and mode.sampled)
             for count, length in self.backend.shapes(self.num_slots, self.capacity):
-                # All slots are free: what they compute is thrown away.
+                # All slots are free: their results are discarded.
                 state = self._in_view(count, length)
                 self.backend.round(self.models, state, mode, self.timer)
 
@@ -239,7 +239,7 @@ class Engine:
                 self.state.admit(slot, arriving.request, self.max_length)
 
     def prefill(self) -> list[Update]:
-        """Read the next chunk of all prompts that are not read yet; full ones get a token."""
+        """Read the next chunk of every unread prompt; a finished prompt gets its first token."""
         reading = [(s, f) for s, f in self._flights() if not f.decoding]
         if not reading:
             return []
@@ -247,7 +247,7 @@ class Engine:
         chunks = [min(len(f.request.prompt_ids) - f.read, self.prefill_chunk) for _, f in reading]
         rows_R = torch.tensor([slot for slot, _ in reading], device=device)
         start_R1 = torch.tensor([[f.read] for _, f in reading], device=device)
-        # Beyond a shorter prompt the rows write nothing that is ever seen: later tokens do first.
+        # Rows beyond a shorter prompt are never visible: later tokens overwrite them first.
         positions_RQ = start_R1 + torch.arange(max(chunks), device=device)
         positions_RQ = positions_RQ.clamp(max=self.capacity - 1)
         needed = max(flight.read for _, flight in reading) + max(chunks)
@@ -334,7 +334,7 @@ class Engine:
         return updates
 
     def _in_use(self, decoding: list[tuple[int, Flight]]) -> DecodeState:
-        """The part of the state that a round has to run over."""
+        """The part of the state that a round must compute."""
         count = decoding[-1][0] + 1
         tokens = max(
             len(f.request.prompt_ids) + len(f.token_ids) for s, f in self._flights() if s < count

@@ -1,4 +1,4 @@
-"""What requests in flight carry from round to round, in buffers that are allocated once.
+"""The state of all active requests between rounds, in buffers that are allocated once.
 
 Shapes: R requests (slots of the engine), T token slots, K slots of a block, G key/value heads, E
 head size, D hidden, M stop tokens.
@@ -32,8 +32,8 @@ class Models:
     drafter: AnyDrafter | None
     relay: Relay | None = None
     use_carryover: bool = True  # if the drafter has one
-    tree_nodes: int | None = None  # verified tokens of a tree, the anchor among them
-    tree_pairs: Tensor | None = None  # `tree.candidate_pairs` of them, on the device
+    tree_nodes: int | None = None  # tokens of a tree to verify, including the anchor
+    tree_pairs: Tensor | None = None  # `tree.candidate_pairs(tree_nodes)`, on the device
 
     @property
     def keeps_rejected(self) -> bool:
@@ -42,19 +42,19 @@ class Models:
 
     @property
     def carryover(self) -> Carryover | None:
-        """The drafter's carryover, where it is used."""
+        """The drafter's carryover, None if unused."""
         used = self.drafter is not None and self.use_carryover
         return self.drafter.carryover if used and self.drafter is not None else None
 
     @property
     def first_rejected(self) -> bool:
-        """Whether relay and carryover take the row of the first rejected token."""
+        """Whether relay and carryover read the row of the first rejected token."""
         reader = self.carryover if self.relay is None else self.relay
         return reader is None or reader.first_rejected
 
     @property
     def verified_tokens(self) -> int:
-        """Cache slots that a round writes behind the committed tokens."""
+        """Cache slots that a round writes, from the anchor on."""
         return max(self.block_size, self.tree_nodes or 0)
 
     @property
@@ -65,15 +65,15 @@ class Models:
 
 @dataclass(frozen=True)
 class DecodeState:
-    """Every request's tokens, caches and relay; all steps write in place.
+    """Tokens, caches and relay rows of every request; all steps write in place.
 
     Args:
         length_R: committed tokens; the last one's keys and values are not computed yet.
         end_R: the length at which a request is full.
-        idle_R: the slot decodes nothing: free, finished, or still reading its prompt.
+        idle_R: the slot is not decoding: free, finished, or still reading its prompt.
         noise_RTC: uniform numbers per absolute position: the target's choice and, for rejection
             sampling, acceptance and the block's drafts, keyed by their anchor.
-        rejected: rows of the rejected suffix, aligned to the next block (N = 1 block a
+        rejected: rows of the rejected suffix, aligned to the next block (N = 1 block per
             request), for relay and carryover.
         feature_RD: the feature of the row before the anchor, for an EAGLE-3 drafter.
     """
@@ -142,7 +142,7 @@ class DecodeState:
             self.rejected.valid_BNK[slot] = False
 
     def move(self, source: int, destination: int) -> None:
-        """Copy all that a request carries from one slot to another."""
+        """Copy the whole state of a request from one slot to another."""
         groups: list[Any] = [self, self.sampling, *self.context, self.rejected]
         values = [value for group in groups if group is not None for value in vars(group).values()]
         held = [value for value in values if isinstance(value, Tensor)]
@@ -153,8 +153,8 @@ class DecodeState:
     def first(self, count: int, length: int) -> DecodeState:
         """The first `count` requests and `length` token slots, as views of the same buffers.
 
-        All views share the target's cache, which knows by its own `length` how far it is read; the
-        caller sets that (`Engine._in_view`).
+        All views share the target's cache, whose own `length` says how many slots are read; the
+        caller sets it (`Engine._in_view`).
         """
         views: dict[str, Any] = {
             field.name: value[:count]
@@ -174,7 +174,7 @@ class DecodeState:
 
 
 def _each(group, count: int):
-    """A dataclass of tensors with the first `count` rows of each."""
+    """The same dataclass with the first `count` rows of every tensor."""
     return type(group)(**{f.name: getattr(group, f.name)[:count] for f in fields(group)})
 
 

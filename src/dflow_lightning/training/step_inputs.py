@@ -1,10 +1,11 @@
-"""What a training step feeds the drafter: clean target features, and rounds of blocks.
+"""Inputs of a training step: clean target features, and rounds of blocks.
 
-The first round is the mask round, blocks at random anchors. Rollout rounds are what the drafter
-will meet at inference, made during training: each drafts with the current drafter, verifies the
-drafts in one forward of the frozen target on top of the clean sequence, finds the first rejected
-token, and moves the target's states on the rejected suffix to the next block. Shapes never depend
-on the data: blocks that end become invalid, so that all processes run the same collectives.
+The first round is the mask round: blocks at random anchors. Rollout rounds reproduce in training
+what the drafter meets at inference: each drafts with the current weights, verifies the drafts in
+one forward of the frozen target on top of the clean sequence, finds the first rejected token, and
+moves the target's states of the rejected suffix to the next block. Drafts are accepted against the
+data's tokens, since those are the target's own answers. Shapes never depend on the data: blocks
+that end become invalid, so that all processes run the same collectives.
 
 Shapes: B batch, S sequence, N blocks per sequence, K block size, J = K-1 drafts, L cache slots, C
 tapped width, Q tokens of all blocks.
@@ -47,7 +48,7 @@ Reference = Literal["data", "target"]
 
 @dataclass(frozen=True)
 class RejectedRows:
-    """Rows of the rejected suffixes, aligned to the slots of the next blocks, not projected.
+    """Rows of the rejected suffixes, aligned to the slots of the next blocks, before projection.
 
     Taps and not features: the step projects them again with the weights that it trains, so that
     the relay's gradient reaches `fc` and `hidden_norm`.
@@ -90,7 +91,7 @@ class Round:
         """Slot inputs of the round's blocks, `[B, N, K, D]`.
 
         Args:
-            rows: from `project`, where something else needs them too.
+            rows: from `project`, if the caller has them already.
         """
         anchor_ids_BN = batch.input_ids_BS.gather(1, self.anchors.positions_BN)
         correction = None
@@ -105,10 +106,10 @@ class Round:
 
 @dataclass
 class StepInputs:
-    """All that a training step feeds the drafter: clean target features and the rounds' blocks.
+    """All inputs of a training step: clean target features and the blocks of all rounds.
 
     Attributes:
-        hidden_BSD: what the target's head reads at the clean tokens, where it was computed.
+        hidden_BSD: input of the target's head at the clean tokens; None if it was not computed.
     """
 
     batch: Batch
@@ -147,7 +148,7 @@ def clean_forward(
     ids_BS = batch.input_ids_BS
     B, S = ids_BS.shape
     cache = target.new_cache(S + extra_slots)
-    cache.length = S  # what the blocks will need is not read yet
+    cache.length = S  # the block slots are not written yet
     slots_S = torch.arange(S, device=ids_BS.device)
     slots_BS = slots_S.expand(B, S)
     visible_BQL = slots_S <= slots_BS.unsqueeze(-1)
@@ -168,12 +169,11 @@ def clean_forward(
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How the blocks of a rollout stand in the target: positions, cache slots and visibility.
+    """Positions, cache slots and visibility of a rollout's blocks in the target's forward.
 
-    All blocks go through in one forward, each behind the clean sequence in the cache. A block sees
-    the clean sequence before its anchor, as far as it is of its document, and itself up to each
-    token, so row 0 repeats the clean forward at the anchor and rows 1..K-1 stand on the drafted
-    branch.
+    All blocks share one forward, written after the clean sequence in the cache. A block sees its
+    document's clean tokens before the anchor, and its own tokens causally: row 0 repeats the clean
+    forward at the anchor, and rows 1..K-1 are on the drafted branch.
     """
 
     positions_BQ: Tensor
@@ -234,18 +234,18 @@ class RolloutConfig:
         return cls(**{each.name: section[each.name] for each in fields(cls)})
 
     def slots(self, block_size: int) -> int:
-        """Cache slots that a round's verification needs behind the clean sequence."""
+        """Cache slots that the verification of a round needs after the clean sequence."""
         return self.num_anchors * block_size if self.num_rounds else 0
 
     @property
     def up_to_head(self) -> bool:
-        """Whether acceptance needs the target's logits, and so its layers above the taps."""
+        """Whether acceptance needs the target's logits, and therefore the layers above the taps."""
         return bool(self.num_rounds) and self.reference == "target"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """Makes a step's rounds with the weights of a module."""
+    """Makes the rounds of a step with a module's current weights."""
 
     target: FrozenTarget
     drafter: Drafter
@@ -285,14 +285,15 @@ class Rollout:
             self.drafter.carry(rows),
         )  # fmt: skip
 
-        # A draft beyond the supervised text is never right: no token has the id -1.
+        # A draft beyond the supervised text must never be accepted: no token has the id -1.
         chosen_BNJ = labels_BNJ.masked_fill(~supervised_BNJ, -1)
         taps_BNKC = None
         if self.config.reference == "target" or (
             self.keeps_rejected and self.config.mode in ("online", "teacher_forced")
         ):
             ids_BNK = torch.cat([anchor_ids_BN.unsqueeze(-1), drafts_BNJ], dim=-1)
-            # Frozen target, drafted tokens: the rows inference will see, not those of the data.
+            # Rows of the drafted tokens, not of the data's: in use the rejected rows have read the
+            # wrong token, and a relay trained on clean rows would not know that.
             taps_BNKC, argmax_BNK = self.verify(inputs, ids_BNK, anchors)
             chosen_BNJ = chosen_BNJ if argmax_BNK is None else argmax_BNK[..., :-1]
         num_accepted_BN = accept(drafts_BNJ, chosen_BNJ)
@@ -344,6 +345,6 @@ class Rollout:
         """Rows of the clean forward at the blocks' positions: a path that inference never sees."""
         index_BNK = slot_positions(anchors.positions_BN, block_size)
         index_BNK = index_BNK.clamp(max=taps_BSC.shape[1] - 1)
-        if anchors.ends_BN is not None:  # what stands behind is another document's
+        if anchors.ends_BN is not None:  # later rows belong to other documents
             index_BNK = index_BNK.minimum((anchors.ends_BN - 1).clamp(min=0).unsqueeze(-1))
         return rows_at(taps_BSC, index_BNK)
