@@ -33,7 +33,7 @@ def root() -> Path:
 
 
 def constraints_file() -> Path | None:
-    """The file of the exact versions that the tests run with, where there is one."""
+    """The constraints file with the exact versions that the tests run with, if it is present."""
     found = (folder / "constraints/cpu.txt" for folder in (IN_WHEEL, IN_CHECKOUT))
     return next((path for path in found if path.is_file()), None)
 

@@ -62,7 +62,7 @@ class RoundTimer:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Measure what runs inside as one more time of a part of `ROUND_PARTS`."""
+        """Time the block and append it to the times of a part of `ROUND_PARTS`."""
         if self._device is None:
             start_time = time.perf_counter()
             yield
@@ -74,7 +74,7 @@ class RoundTimer:
             self._parts.append(part)
 
     def seconds(self, part: str) -> list[float]:
-        """All times of a part, in their order; waits for a GPU that is still at work."""
+        """All times of a part, in order; waits for a GPU that is still busy."""
         for measured, seconds in zip(self._parts, _seconds_between(self._events), strict=True):
             self._seconds[measured].append(seconds)
         self._events, self._parts = [], []
@@ -87,7 +87,7 @@ class RoundTimer:
 
 
 def _event_now(device: torch.device) -> torch.cuda.Event:
-    """An event in the queue of a device, which need not be the current one."""
+    """Record an event on a device, which need not be the current one."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event

@@ -116,7 +116,7 @@ class TrainLoader:
         return rows.hexdigest()[:8]
 
     def _identity(self) -> dict[str, Any]:
-        """What the order of batches follows from, by the names of the settings."""
+        """The settings that determine the order of batches, by name."""
         order = self._order
         mixed = {} if order.weights is None else {"train_weights": f"{order.weights} {order.sizes}"}
         packed = {} if order.width is None else {"pack": order.width}
@@ -154,7 +154,7 @@ class _Step(NamedTuple):
 
 
 class HeldOutLoader:
-    """Every row once, rows of like length together, always in the same order.
+    """Every row once, rows of similar length together, always in the same order.
 
     Every rank gets the same number of batches, or their collective calls would not meet: a rank
     with none left gets one without supervised tokens, which adds nothing to sums and counts.

@@ -1,4 +1,4 @@
-"""The data of a run: files and prepared folders to loaders and prompts."""
+"""The data of a run: turns files and prepared folders into loaders and prompts."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -185,7 +185,7 @@ class ChatDataModule(LightningDataModule):
         return prompts
 
     def row_names(self, sample_ids: Sequence[int]) -> list[str]:
-        """The ids of training rows, or the numbers that stand for them where none has it."""
+        """The ids of training rows; the sample id as text where no row has it."""
         names: dict[int, str] = {}
         for rows in self._sources("train"):
             (found,) = np.nonzero(np.isin(rows.sample_ids, list(sample_ids)))

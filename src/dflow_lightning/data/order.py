@@ -46,7 +46,7 @@ class Order:
         return self._bucketed(rows_R, generator)
 
     def quotas(self) -> list[int]:
-        """Rows that each set gives to an epoch; together as many as all sets have."""
+        """Rows that each set contributes to an epoch; their sum is the size of all sets."""
         if self.weights is None:
             return list(self.sizes)
         exact = np.array(self.weights) / sum(self.weights) * sum(self.sizes)
@@ -72,7 +72,7 @@ class Order:
         return generator.permutation(np.concatenate(parts))
 
     def _stream(self, number: int, start: int, count: int) -> np.ndarray:
-        """A stretch of a set's own endless stream: every pass over it is shuffled anew.
+        """A slice of a set's own endless stream: every pass over it is reshuffled.
 
         So epochs go on where the last one stopped, and no row comes again before all others did.
         """
@@ -85,7 +85,7 @@ class Order:
         return np.concatenate(found)
 
     def _bucketed(self, rows_R: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        """Sorted by length within pools, and the batches shuffled: little padding, and still other
+        """Sorted by length within pools, then the batches shuffled: little padding, and different
         neighbours in every epoch."""
         size = min(self.batch_size, len(rows_R))
         rows_R = rows_R[: len(rows_R) - len(rows_R) % size]

@@ -132,7 +132,7 @@ def declared() -> list[Requirement]:
 
 
 def tested_versions() -> dict[str, str]:
-    """Exact versions of the test environment; empty where their file is not at hand."""
+    """Exact versions of the test environment; empty if the constraints file is missing."""
     if TESTED is None:
         return {}
     lines = (line.partition("#")[0].strip() for line in TESTED.read_text("utf-8").splitlines())

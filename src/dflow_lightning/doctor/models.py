@@ -214,7 +214,7 @@ def check_taps(here: Loaded) -> str:
 
 
 def _other_layer(index: int, far: float, found: Tensor, wanted: tuple[Tensor, ...]) -> str:
-    """Whose output it is instead, as far as that can be said."""
+    """Whose output it is instead, where that can be determined."""
     gaps = [distance(found, one) for one in wanted]
     nearest = min(range(len(gaps)), key=gaps.__getitem__)
     if nearest != index and gaps[nearest] < far / 10:

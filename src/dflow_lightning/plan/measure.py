@@ -106,7 +106,7 @@ def training_step(plan: Plan, module: DrafterModule, device: torch.device) -> Ca
 
 
 def held(device: torch.device, *, peak: bool = False) -> int:
-    """Bytes now, or at most since the last reset; 0 where the system does not tell."""
+    """Bytes in use now, or the peak since the last reset; 0 where it is not reported."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
     status, field = Path("/proc/self/status"), "VmHWM" if peak else "VmRSS"

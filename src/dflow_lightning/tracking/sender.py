@@ -183,7 +183,7 @@ def counted(journal: Journal) -> str:
 
 
 def queue_state(path: Path) -> tuple[str, bool]:
-    """What is left to send of a journal, in words; False, as nothing was sent."""
+    """Describe what a journal has left to send; the flag is False because nothing is sent."""
     journal = open_journal(path)
     where = f"{journal.destination.run_name} -> {journal.destination.uri}"
     said = f"{where}: {counted(journal)}" if journal.mine else f"{where}: the run is in progress"
