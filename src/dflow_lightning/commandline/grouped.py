@@ -46,8 +46,13 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             )
         described.append((inspect.getdoc(kind) or "").partition("Args:\n")[2].rstrip())
 
+    signature = inspect.Signature(list(options.values()))
+
     @wraps(command)
-    def flat(**values: Any) -> None:
+    def flat(**chosen: Any) -> None:
+        bound = signature.bind(**chosen)
+        bound.apply_defaults()
+        values = bound.arguments
         made = {
             name: kind(**{field.name: values[field.name] for field in fields(kind)})
             for name, kind in groups.items()
@@ -55,7 +60,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         own = {name: values[name] for name in hints if name in values and name not in groups}
         command(**own, **made)
 
-    flat.__signature__ = inspect.Signature(list(options.values()))  # type: ignore[attr-defined]
+    flat.__signature__ = signature  # type: ignore[attr-defined]
     flat.__annotations__ = {name: one.annotation for name, one in options.items()}
     flat.__doc__ = "\n".join(described)
     del flat.__wrapped__  # whose signature the parser would read

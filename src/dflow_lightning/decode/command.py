@@ -1,9 +1,11 @@
 """`dflow-train decode`: answer prompts with a target and its drafter."""
 
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dflow_lightning.commandline.grouped import grouped
 from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.conversations import read_conversations
 from dflow_lightning.data.prompts import Prompt, make_prompts
@@ -18,22 +20,66 @@ from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.tensors.metrics import acceptance_summary
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """What is asked.
+
+    Args:
+        prompt: what the user says.
+        prompts: JSONL file, each line {"prompt": "..."} or {"messages": [...]}, optionally an "id".
+    """
+
+    prompt: str | None = None
+    prompts: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen.
+
+    Args:
+        temperature: 0 is greedy; above it the target samples (the output distribution is its own).
+        top_k: sample among the k most likely tokens; 0 takes all.
+        top_p: sample among the most likely tokens that together reach this probability.
+        max_new_tokens: upper limit of an answer.
+        seed: of the sampling noise.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 128
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOptions:
+    """How rounds run.
+
+    Args:
+        concurrency: prompts of a file that are answered at the same time.
+        acceptance: `match` accepts drafts that equal the target's own choice, `rejection` is
+            rejection sampling; both are lossless.
+        backend: `eager`, `compiled`, or `package`, the compiled draft step of the export.
+        tree_nodes: verify the most probable drafts as a tree of so many tokens, the anchor among
+            them, in place of a chain; for DFlash and DFlow, eager, by match.
+    """
+
+    concurrency: int = 1
+    acceptance: Acceptance = "match"
+    backend: Backend = "eager"
+    tree_nodes: int | None = None
+
+
+@grouped
 def decode_command(
     *,
     target: str,
     drafter: Path,
-    prompt: str | None = None,
-    prompts: Path | None = None,
+    asked: PromptOptions,
     relay: Literal["on", "off"] = "on",
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    max_new_tokens: int = 128,
-    seed: int = 0,
-    concurrency: int = 1,
-    acceptance: Acceptance = "match",
-    backend: Backend = "eager",
-    tree_nodes: int | None = None,
+    sampling: SamplingOptions,
+    rounds: RoundOptions,
     json: Path | None = None,
     thinking: bool = False,
     plain: bool = False,
@@ -45,20 +91,7 @@ def decode_command(
     Args:
         target: hub id or folder of the target.
         drafter: folder of an exported drafter.
-        prompt: what the user says.
-        prompts: JSONL file, each line {"prompt": "..."} or {"messages": [...]}, optionally an "id".
         relay: whether a DFlow drafter uses its relay.
-        temperature: 0 is greedy; above it the target samples (the output distribution is its own).
-        top_k: sample among the k most likely tokens; 0 takes all.
-        top_p: sample among the most likely tokens that together reach this probability.
-        max_new_tokens: upper limit of an answer.
-        seed: of the sampling noise.
-        concurrency: prompts of a file that are answered at the same time.
-        acceptance: `match` accepts drafts that equal the target's own choice, `rejection` is
-            rejection sampling; both are lossless.
-        backend: `eager`, `compiled`, or `package`, the compiled draft step of the export.
-        tree_nodes: verify the most probable drafts as a tree of so many tokens, the anchor among
-            them, in place of a chain; for DFlash and DFlow, eager, by match.
         json: also write one JSON object per prompt to this file, a line each; without a file name
             print them on standard output instead of text.
         thinking: let the target think first, where its chat template knows how.
@@ -66,42 +99,39 @@ def decode_command(
         device: `cpu`, `cuda`, or one GPU such as `cuda:1`; auto is the GPU where there is one.
         dtype: of the target's weights; auto is bfloat16 on a GPU and float32 on a CPU.
     """
-    if (prompt is None) == (prompts is None):
+    if (asked.prompt is None) == (asked.prompts is None):
         raise InputError("prompt: give one of --prompt and --prompts")
-    if prompt is not None and not prompt.strip():
+    if asked.prompt is not None and not asked.prompt.strip():
         raise InputError("prompt is empty; say something to the target")
-    if concurrency < 1:
-        raise InputError(f"concurrency is {concurrency}; give 1 or more")
-    if plain and backend == "package":
+    if rounds.concurrency < 1:
+        raise InputError(f"concurrency is {rounds.concurrency}; give 1 or more")
+    if plain and rounds.backend == "package":
         raise InputError(
             "backend is package, which drafts; choose eager or compiled for plain decoding"
         )
-    check_tree_settings(tree_nodes, acceptance, backend, speculative=not plain)
+    check_tree_settings(rounds.tree_nodes, rounds.acceptance, rounds.backend, speculative=not plain)
     result_json = JsonOutput(json)
-    settings: dict[str, Any] = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
-        "max_new_tokens": max_new_tokens,
-    }  # fmt: skip
+    settings = asdict(sampling)
     Request(prompt_ids=[0], **settings)  # refuses bad settings before anything is loaded
     frozen = FrozenTarget.load(target, device=choose_device(device), dtype=dtype)
-    requests = read_requests(prompt, prompts, frozen, thinking)
+    requests = read_requests(asked.prompt, asked.prompts, frozen, thinking)
     decoder = SpeculativeDecoder.from_export(drafter, frozen)
     relay_used = relay == "on" and decoder.relay is not None and not plain
     options: dict[str, Any] = {
-        "speculative": not plain, "use_rejected": relay_used, "backend": backend,
-        "tree_nodes": tree_nodes,
+        "speculative": not plain, "use_rejected": relay_used, "backend": rounds.backend,
+        "tree_nodes": rounds.tree_nodes,
     }  # fmt: skip
-    asked = [Request(prompt_ids=one.token_ids, **settings) for one in requests]
-    rule = "rejection" if acceptance == "rejection" else "sample_match"
-    rule = rule if temperature > 0 else "greedy"
-    for first in range(0, len(asked), concurrency):
-        part = slice(first, first + concurrency)
+    waiting = [Request(prompt_ids=one.token_ids, **settings) for one in requests]
+    rule = "rejection" if rounds.acceptance == "rejection" else "sample_match"
+    rule = rule if sampling.temperature > 0 else "greedy"
+    for first in range(0, len(waiting), rounds.concurrency):
+        part = slice(first, first + rounds.concurrency)
         completions = decoder.run(
-            asked[part], batch_size=concurrency, acceptance=acceptance, **options
+            waiting[part], batch_size=rounds.concurrency, acceptance=rounds.acceptance, **options
         )
         for request, completion in zip(requests[part], completions, strict=True):
             row = describe(request, completion, decoder, plain, rule, relay_used)
-            row["tree_nodes"] = tree_nodes
+            row["tree_nodes"] = rounds.tree_nodes
             result_json.write_line(row)
             if not result_json.on_stdout:
                 show_answer(row, named=len(requests) > 1)
