@@ -150,4 +150,4 @@ def test_costs_are_shown_of_every_part_of_a_round_that_is_timed():
     from dflow_lightning import stopwatch
     from dflow_lightning.report import runs_page
 
-    assert runs_page._ROUND_PARTS == stopwatch.PARTS
+    assert runs_page._ROUND_PARTS == stopwatch.ROUND_PARTS

@@ -153,7 +153,7 @@ def cost_table(runs: list[MeasuredRun], every: list[RunArm], temperature: float)
     return html_table(caption, header, lines)
 
 
-# `stopwatch.PARTS`; importing them would load torch for a page of text. A test compares the two.
+# `stopwatch.ROUND_PARTS`, without loading torch for a page of text. A test compares the two.
 _ROUND_PARTS = ("whole", "draft", "verify", "relay", "commit")
 
 
