@@ -42,6 +42,6 @@ def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"out: .* is a folder"):
         files.check_writable(tmp_path, "out")
-    with pytest.raises(InputError, match="can be written to"):
+    with pytest.raises(InputError, match="is not a writable folder"):
         files.check_writable(tmp_path / "file/x", "out")
     files.check_writable(tmp_path / "not/yet/x", "out")

@@ -158,9 +158,11 @@ def test_mistakes_are_one_sentence_and_status_2(
 
 def test_unknown_key_in_a_recipe(launch: "Launcher", recipe: Path) -> None:
     recipe.write_text(recipe.read_text().replace("num_rounds", "numrounds"))
+    line = 1 + recipe.read_text().splitlines().index("  numrounds: 2")
     done = launch("fit", "--config", recipe)
     assert done.err == (
-        "error: unknown key 'rollout.numrounds'; did you mean 'rollout.num_rounds'?\n"
+        f"error: {recipe}: line {line}: unknown key 'rollout.numrounds'; "
+        "did you mean 'rollout.num_rounds'?\n"
     )
 
 

@@ -225,11 +225,11 @@ def read_layer(path: Path) -> Layer:
 
 
 def yaml_problem(error: Exception) -> str:
-    """One sentence for what is wrong with a YAML text, and the line."""
+    """One sentence for what is wrong with a YAML text, and where."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    place = f"line {mark.line + 1}: " if mark else ""
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     if problem and "'\\t'" in problem:
-        return f"{place}a tab where YAML wants spaces; indent with spaces"
+        return f"{place.partition(',')[0]}: a tab where YAML wants spaces; indent with spaces"
     return f"{place}not valid YAML: {problem or ' '.join(str(error).split())}"
 
 
