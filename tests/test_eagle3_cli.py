@@ -110,10 +110,3 @@ def test_mistakes_are_one_sentence_and_status_2(
     assert done.status == 2
     assert done.err.startswith(f"error: {sentence}")
     assert len(done.err.splitlines()) == 1
-
-
-def test_plan_and_doctor_say_that_they_know_block_drafters_only(launch: "Launcher") -> None:
-    for command in ("plan", "doctor"):
-        done = launch(command, "--config", "recipes/tiny-eagle3.yaml")
-        assert done.status
-        assert "plan and doctor know block drafters only" in done.out + done.err
