@@ -191,7 +191,8 @@ def test_bad_recipes(sweep, launch, recipe, tmp_path):
     assert "have the same name" in sweep(recipes=(recipe, twin)).err
     twin.write_text(recipe.read_text() + "\nrelays: 1\n")
     done = sweep(recipes=(twin,))
-    assert f"error: {twin}: unknown key 'relays'" in done.err
+    line = twin.read_text().splitlines().index("relays: 1") + 1
+    assert f"error: {twin}: line {line}: unknown key 'relays'" in done.err
     assert not Path("s").exists()
 
 

@@ -127,7 +127,7 @@ def test_a_damaged_folder_is_status_1(run, tiny_target_dir, data_dir, launch: "L
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("--drafter=nowhere", "drafter: nowhere is no folder"),
+        ("--drafter=nowhere", "drafter: nowhere is not a folder"),
         ("--target=nowhere/at/all", "target: nowhere/at/all does not exist"),
         ("--checkpoint=nowhere.ckpt", "checkpoint: nowhere.ckpt does not exist"),
         ("--num_prompts=0", "num_prompts is 0; "),
@@ -267,7 +267,7 @@ def test_lossless(subject):
     assert detail == "12 answers equal plain decoding token for token, 0 excused ties"
 
     def wrong(token_ids, backend, options):
-        late = options["temperature"] > 0 and not options["relay"]
+        late = options["temperature"] > 0 and not options["use_rejected"]
         return [*token_ids[:4], 7, *token_ids[5:]] if late and len(token_ids) > 5 else token_ids
 
     with pytest.raises(FailedError, match=r"relay off, T=1\) at token 4: 7 instead of") as caught:

@@ -56,7 +56,7 @@ def nearest(key: str, known: Iterable[str]) -> str:
 def explain(message: str, known: Iterable[str]) -> str:
     """One sentence for a message of jsonargparse."""
     unknown = re.search(r"unrecognized arguments: -*([^\s=]+)", message) or re.search(
-        r"does not accept (?:option|nested key) '([^']+)'", message
+        r"(?:does not accept (?:option|nested key)|Option) '([^']+)'(?: is not accepted)?", message
     )
     if unknown:
         return f"unknown key {unknown[1]!r}{nearest(unknown[1], known)}"
