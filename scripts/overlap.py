@@ -84,7 +84,7 @@ def measure_overlap(
     if all(decoder.relay is None for decoder in decoders.values()):
         raise InputError("drafter: none has a relay; give one that has")
     found: list[Overlap] = []
-    for temperature, (name, decoder) in itertools.product(settings.temperatures, decoders.items()):
+    for temperature, (name, decoder) in itertools.product(settings.temperature, decoders.items()):
         if decoder.relay is None:
             continue
         rule = "greedy" if temperature == 0 else "sample_match"
@@ -171,7 +171,7 @@ def main(
         frozen.tokenizer, Path(target) / TINY_SUITE, per_family=per_family, max_length=limit,
         field="suite",
     )  # fmt: skip
-    settings = BenchSettings(temperatures=temperature, max_new_tokens=max_new_tokens)
+    settings = BenchSettings(temperature=temperature, max_new_tokens=max_new_tokens)
     records = measure_overlap(
         decoders, prompts, settings, progress=lambda text: print(text, file=sys.stderr)
     )

@@ -92,7 +92,7 @@ def folders(tmp_path, tiny_target_dir, tiny_target, tiny_drafter, tiny_relay) ->
 
 
 def test_rows(decoder, prompts):
-    settings = BenchSettings(temperatures=[0.0, 1.0], max_new_tokens=6)
+    settings = BenchSettings(temperature=[0.0, 1.0], max_new_tokens=6)
     rows = bench({"ours": decoder}, prompts, settings).rows
     assert [(r.temperature, r.relay, r.family) for r in rows] == [
         (temperature, relay, family)
@@ -128,7 +128,7 @@ def test_a_drafter_without_a_relay_is_measured_once(tiny_target, tiny_drafter, p
 
 
 def test_rows_of_a_tree(decoder, prompts):
-    settings = BenchSettings(temperatures=[0.0, 1.0], max_new_tokens=8, tree_nodes=6)
+    settings = BenchSettings(temperature=[0.0, 1.0], max_new_tokens=8, tree_nodes=6)
     rows = bench({"ours": decoder}, prompts, settings).rows
     assert all(row.lossless for row in rows)
     assert {(row.relay, row.tree_nodes) for row in rows} == {("on", 6), ("off", 6)}
@@ -138,7 +138,7 @@ def test_rows_of_a_tree(decoder, prompts):
 
 def test_rows_of_several_concurrencies(decoder, prompts):
     settings = BenchSettings(
-        temperatures=[1.0, 0.0], concurrency=[2, 1], relay="on", max_new_tokens=6
+        temperature=[1.0, 0.0], concurrency=[2, 1], relay="on", max_new_tokens=6
     )
     rows = bench({"ours": decoder}, prompts, settings).rows
     assert [(row.temperature, row.concurrency, row.family) for row in rows] == [
@@ -171,7 +171,7 @@ def test_plain_decoding_is_measured_as_the_drafter_is(
     )
     monkeypatch.setattr(Engine, "run", lambda self, some: (used.add(self), run(self, some))[1])
     settings = BenchSettings(
-        temperatures=[0.0, 1.0], concurrency=[1, 2], max_new_tokens=20, backend=backend
+        temperature=[0.0, 1.0], concurrency=[1, 2], max_new_tokens=20, backend=backend
     )
     result = bench({"ours": decoder}, prompts, settings)
     assert result.warm_up_seconds > 0
@@ -187,7 +187,7 @@ def test_plain_decoding_is_measured_as_the_drafter_is(
 
 
 def test_rejection_sampling_is_compared_only_where_it_is_greedy(decoder, prompts):
-    settings = BenchSettings(temperatures=[0.0, 1.0], acceptance="rejection", max_new_tokens=8)
+    settings = BenchSettings(temperature=[0.0, 1.0], acceptance="rejection", max_new_tokens=8)
     rows = bench({"ours": decoder}, prompts, settings).rows
     verdicts = {(row.temperature, row.acceptance, row.lossless) for row in rows}
     assert verdicts == {(0.0, "greedy", True), (1.0, "rejection", None)}
@@ -209,7 +209,7 @@ def test_tampered_answers_are_reported(decoder, prompts, monkeypatch, temperatur
 
     monkeypatch.setattr(decoder, "run", tampered)
     settings = BenchSettings(
-        temperatures=[temperature], relay="on", max_new_tokens=8, concurrency=[2]
+        temperature=[temperature], relay="on", max_new_tokens=8, concurrency=[2]
     )
     rows = bench({"ours": decoder}, prompts, settings).rows
     assert not any(row.lossless for row in rows)

@@ -90,3 +90,32 @@ def test_help_has_the_text_of_every_option(capsys):
 def test_mistakes_name_the_option(words, sentence):
     with pytest.raises(InputError, match=sentence):
         call_tool("tool", tool, ["tool", *words.split()])
+
+
+def test_a_call_from_python_fills_in_the_defaults_of_the_fields():
+    """Each call with lists of its own, so that a command which changes one changes no other."""
+    tool(target="T", out="O")
+    target, out, server, tries = CALLED.pop()
+    assert (target, out, server, tries) == (Target(target="T"), "O", Server(), 1)
+    server.server.append("a")
+    tool(target="T", out="O", width=4)
+    assert CALLED.pop() == (Target(target="T", width=4), "O", Server(width=4), 1)
+
+
+@pytest.mark.parametrize("given", [{"out": "O"}, {"target": "T", "out": "O", "wide": 4}])
+def test_a_call_from_python_with_missing_or_unknown_options(given):
+    with pytest.raises(TypeError, match=r"'target'|'wide'"):
+        tool(**given)
+    assert not CALLED
+
+
+def test_groups_that_share_an_option_share_its_default():
+    @dataclass(frozen=True, kw_only=True)
+    class Wider:
+        width: int = 4
+
+    def command(*, server: Server, wider: Wider) -> None: ...
+
+    command.__annotations__ = {"server": Server, "wider": Wider}
+    with pytest.raises(TypeError, match="width has a default of its own in wider"):
+        grouped(command)

@@ -78,7 +78,7 @@ def test_the_other_draft_is_the_one_without_relay(decoder, tiny_target, tiny_dra
 
 def test_records(decoder):
     records = measure_overlap(
-        {"ours": decoder}, PROMPTS, BenchSettings(temperatures=[0.0, 1.0], max_new_tokens=24)
+        {"ours": decoder}, PROMPTS, BenchSettings(temperature=[0.0, 1.0], max_new_tokens=24)
     )
     assert [(one.temperature, one.family) for one in records] == [
         (t, family) for t in (0.0, 1.0) for family in ("a", "b", "pooled")

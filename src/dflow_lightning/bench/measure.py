@@ -1,13 +1,13 @@
 """What a drafter gains: acceptance, speed against plain decoding, and equality with it.
 
-A pure function of decoders and prompts; `bench.py` is its command line.
+A pure function of decoders and prompts; `command.py` is its command line.
 """
 
 import hashlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from dflow_lightning.bench.row import (
@@ -24,6 +24,7 @@ from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.equality import Difference, EqualityCheck
 from dflow_lightning.decode.rounds import Backend, RoundMode
+from dflow_lightning.decode.tree import check_tree_settings
 from dflow_lightning.errors import InputError
 from dflow_lightning.stopwatch import RoundTimer
 from dflow_lightning.tensors.metrics import acceptance_summary
@@ -35,26 +36,57 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What the rows of a bench have in common, but for temperatures, concurrency and relay.
+    """How the prompts are decoded; also a group of options of the command.
 
     Args:
-        concurrency: requests in flight at the same time.
-        relay: measure drafters that have a relay with it, without it, or both.
-        acceptance: `match` or `rejection`, see `Engine`.
-        backend: how the steps of all arms run, plain decoding included; beside a `package`, which
-            is a draft step, plain decoding is eager.
-        tree_nodes: drafters verify a tree of so many tokens, see `Engine`; None is a chain.
+        temperature: one or more, separated by commas.
+        concurrency: requests in flight at the same time, one number or more, separated by commas.
+        relay: how drafters that have a relay are measured.
+        max_new_tokens: upper limit of an answer.
+        acceptance: `match` accepts a draft that the target chooses; `rejection` is rejection
+            sampling, whose answers above temperature 0 cannot be compared with the plain ones.
+        backend: `eager` or `compiled`, for plain decoding as well; or `package`, the compiled draft
+            step of the exports, against eager plain decoding.
+        tree_nodes: drafters verify their most probable drafts as a tree of so many tokens, the
+            anchor among them, in place of a chain; for DFlash and DFlow, eager, by match.
         seed: of the sampling noise; each prompt's own follows from it and the prompt's id.
     """
 
-    temperatures: Sequence[float] = (0.0,)
-    concurrency: Sequence[int] = (1,)
+    temperature: list[float] = field(default_factory=lambda: [0.0])
+    concurrency: list[int] = field(default_factory=lambda: [1])
     relay: RelayChoice = "both"
     max_new_tokens: int = 128
     acceptance: Acceptance = "match"
     backend: Backend = "eager"
     tree_nodes: int | None = None
     seed: int = 0
+
+    def check(self) -> None:
+        """Raise `InputError` for settings that no decoder could run with."""
+        lists: dict[str, tuple[Sequence[float], str]] = {
+            "temperature": (self.temperature, "0 is greedy"),
+            "concurrency": (self.concurrency, "1 is one request at a time"),
+        }
+        for name, (values, example) in lists.items():
+            if not values:
+                raise InputError(f"{name}: none given; {example}")
+            twice = [value for value in values if values.count(value) > 1]
+            if twice:
+                raise InputError(f"{name} holds {twice[0]} twice; give each value once")
+        for temperature in self.temperature:
+            if not 0 <= temperature < float("inf"):
+                raise InputError(
+                    f"temperature holds {temperature}; give 0 for greedy or positive numbers"
+                )
+        for concurrency in self.concurrency:
+            if concurrency < 1:
+                raise InputError(f"concurrency holds {concurrency}; give 1 or more")
+        check_tree_settings(self.tree_nodes, self.acceptance, self.backend)
+        if self.max_new_tokens < 2:
+            raise InputError(
+                f"max_new_tokens is {self.max_new_tokens}; give 2 or more, since the first token "
+                "comes with the prompt and takes no round"
+            )
 
 
 @dataclass(frozen=True)
@@ -109,19 +141,19 @@ def bench(
     warm_up_seconds = 0.0
     for concurrency in settings.concurrency:  # engines are made for one, and for all temperatures
         warm_up_seconds += warm_up(arms, prompts, concurrency, settings)
-        for temperature in settings.temperatures:
+        for temperature in settings.temperature:
             run = BenchPass(temperature, concurrency, settings)
             reference, *measured = run.decode_all(arms, prompts, progress)
             for arm, ours in zip(arms[1:], measured, strict=True):
                 rows += [run.row(arm, family, ours, reference, check) for family in ours]
-    rows.sort(key=lambda row: list(settings.temperatures).index(row.temperature))
+    rows.sort(key=lambda row: settings.temperature.index(row.temperature))
     return BenchResult(rows, warm_up_seconds)
 
 
 def num_steps(prompts: Sequence[Prompt], settings: BenchSettings) -> int:
     """How often `bench` calls `progress`."""
     steps = sum(len(chunks(prompts, concurrency)) for concurrency in settings.concurrency)
-    return len(settings.temperatures) * steps
+    return len(settings.temperature) * steps
 
 
 def check_families(prompts: Sequence[Prompt], settings: BenchSettings) -> None:
@@ -171,11 +203,11 @@ def warm_up(
     longest = max(len(prompt.token_ids) for prompt in prompts) + settings.max_new_tokens
     longest = min(longest, target.config.max_position_embeddings)
     brief = min(settings.max_new_tokens, WARM_UP_TOKENS)
-    modes = [RoundMode(sampled=sampled) for sampled in {t > 0 for t in settings.temperatures}]
+    modes = [RoundMode(sampled=sampled) for sampled in {t > 0 for t in settings.temperature}]
     for arm in arms:
         engine = arm.decoder.engine(num_slots=concurrency, max_length=longest, **arm.options)
         engine.warm_up(modes)
-        for temperature in settings.temperatures:  # all slots and a prompt's way through, too
+        for temperature in settings.temperature:  # all slots and a prompt's way through, too
             BenchPass(temperature, concurrency, settings).decode(arm, prompts[:concurrency], brief)
     return time.perf_counter() - start
 

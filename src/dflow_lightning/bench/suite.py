@@ -28,37 +28,41 @@ ANSWERED_TOGETHER = 8  # first turns, when the second ones are asked for
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteChoice:
-    """What prompts are wanted.
+    """What prompts are wanted; also a group of options of the command.
 
     Args:
-        name: `tiny`, `all`, tasks separated by commas, or a JSONL file.
-        folder: with a file for each task; None reads tasks from the hub.
-        limit: conversations of each task, drawn with seed 42; of each family of a file.
-        per_family: the same for `tiny` and files, where `limit` is None.
-        max_new_tokens: length of the target's answers, for tasks of several turns.
+        suite: `tiny` (the embedded target's test prompts), `all` or some of the benchmark tasks
+            gsm8k, math500, humaneval, mbpp, mt-bench and alpaca, separated by commas, or a JSONL
+            file of prompts or of conversations in turns.
+        suite_dir: folder with the tasks as `<task>.jsonl`; tasks without a file are left out, and
+            by default all come from the hub.
+        limit: conversations of each task, always the same ones (seed 42); by default all.
+        per_family: prompts of each family of the suite `tiny` or of a file.
+        thinking: let the target think first, where its chat template knows how.
+        max_new_tokens: upper limit of an answer.
     """
 
-    name: str
-    folder: Path | None = None
+    suite: str = "tiny"
+    suite_dir: Path | None = None
     limit: int | None = None
-    per_family: int | None = None
+    per_family: int = 32
     thinking: bool = False
     max_new_tokens: int = 128
 
     @property
     def named(self) -> list[str]:
         """The benchmark tasks that are named; none for a file."""
-        if self.name == "all":
+        if self.suite == "all":
             return list(TASKS)
-        names = self.name.split(",")
+        names = self.suite.split(",")
         return names if any(name in TASKS for name in names) else []
 
     @property
     def missing(self) -> list[str]:
         """Named tasks that have no file in `folder`; none where tasks come from the hub."""
-        if self.folder is None:
+        if self.suite_dir is None:
             return []
-        there = self.folder.expanduser()
+        there = self.suite_dir.expanduser()
         known = [name for name in self.named if name in TASKS]
         return [name for name in known if not (there / f"{name}.jsonl").is_file()]
 
@@ -75,18 +79,20 @@ class SuiteChoice:
         """
         if self.named and not self.tasks:
             raise InputError(
-                f"suite_dir: {self.folder} holds none of {', '.join(self.missing)} as "
+                f"suite_dir: {self.suite_dir} holds none of {', '.join(self.missing)} as "
                 "<task>.jsonl; put one there, or leave suite_dir out to read them from the hub"
             )
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit is {self.limit}; give 1 or more")
-        if self.folder is not None and not self.named:
+        if self.per_family < 1:
+            raise InputError(f"per_family is {self.per_family}; give 1 or more")
+        if self.suite_dir is not None and not self.named:
             raise InputError(
-                f"suite_dir is given but suite {self.name} names no task; choose of "
+                f"suite_dir is given but suite {self.suite} names no task; choose from "
                 f"{', '.join(TASKS)} or all"
             )
         if len(set(self.tasks)) < len(self.tasks):
-            raise InputError(f"suite {self.name} names a task twice; name each once")
+            raise InputError(f"suite {self.suite} names a task twice; name each once")
         # A conversation of mt-bench has two prompts, all others one.
         single = [name for name in self.tasks if name != "mt-bench"]
         if self.limit is not None and single and self.limit < concurrency:
@@ -94,7 +100,7 @@ class SuiteChoice:
                 f"concurrency holds {concurrency}, but limit leaves {self.limit} prompts of "
                 f"{single[0]}; raise limit, or stay at {self.limit} or below"
             )
-        if self.name == "tiny" and self.limit is None and (self.per_family or 1) < concurrency:
+        if self.suite == "tiny" and self.limit is None and self.per_family < concurrency:
             raise InputError(
                 f"concurrency holds {concurrency}, but per_family is {self.per_family}; raise it, "
                 f"or stay at {self.per_family} or below"
@@ -171,17 +177,17 @@ def read_suite(choice: SuiteChoice, target: FrozenTarget, decoder: SpeculativeDe
     def suite(prompts: list[Prompt], digest: str, sources: dict, left_out: dict) -> Suite:
         template = template_hash(target.tokenizer)
         return Suite(
-            choice.name, prompts, digest, choice.thinking, template, sources, left_out,
+            choice.suite, prompts, digest, choice.thinking, template, sources, left_out,
             choice.missing,
         )  # fmt: skip
 
     if choice.tasks:
         found = task_prompts(
-            choice.tasks, encoder, limit=choice.limit, suite_dir=choice.folder, max_length=room,
+            choice.tasks, encoder, limit=choice.limit, suite_dir=choice.suite_dir, max_length=room,
             answer=answer,
         )  # fmt: skip
         return suite(found.prompts, found.digest, found.sources, found.left_out)
-    path = suite_path(choice.name, target.name)
+    path = suite_path(choice.suite, target.name)
     if _has_turns(path):
         rows = _chosen(read_turns(path, path.stem, field="suite"), choice.limit, encoder, room)
         prompts, left_out = conversation_prompts(rows, encoder, max_length=room, answer=answer)
@@ -195,7 +201,7 @@ def read_suite(choice: SuiteChoice, target: FrozenTarget, decoder: SpeculativeDe
         field="suite",
     )
     content = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return suite(prompts, content, {choice.name: str(path)}, {})
+    return suite(prompts, content, {choice.suite: str(path)}, {})
 
 
 def _chosen(

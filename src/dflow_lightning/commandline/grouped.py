@@ -3,65 +3,66 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from typing import Any, get_type_hints
-
-ARGS = "\n    Args:\n"
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose arguments are dataclasses, as a function of all their fields.
 
-    The parser reads the signature and the docstring of the function it calls, so both are made
-    here: `--timeout 60` is an option of its own, and arrives as `server.timeout`. A field that
-    several groups have is one option, and each of them gets it.
+    `--timeout 60` is an option of its own, and arrives as `server.timeout`. A field that several
+    groups have is one option, and each of them gets it. Options that are not given take the
+    default of their field.
+
+    Raises:
+        TypeError: two groups share a field but not its default, of which help could show only one.
     """
     hints = get_type_hints(command)
-    given = inspect.signature(command).parameters.values()
-    groups = {one.name: hints[one.name] for one in given if is_dataclass(hints[one.name])}
+    parameters = inspect.signature(command).parameters.values()
+    groups = {one.name: hints[one.name] for one in parameters if is_dataclass(hints[one.name])}
     options: dict[str, inspect.Parameter] = {}
-    described = [inspect.getdoc(command) or ""]
-    for one in given:
-        if one.name not in groups:
-            options[one.name] = one.replace(annotation=hints[one.name])
+    # The parser reads signature and docstring of the function it calls, so both are made here.
+    docs = [inspect.getdoc(command) or ""]
+    for parameter in parameters:
+        if parameter.name not in groups:
+            options[parameter.name] = parameter.replace(annotation=hints[parameter.name])
             continue
-        kind = groups[one.name]
-        kinds = get_type_hints(kind)
-        for field in fields(kind):
-            default = field.default
-            if field.default_factory is not MISSING:
-                default = field.default_factory()
-            if default is MISSING:
-                default = inspect.Parameter.empty
-            options.setdefault(
-                field.name,
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=default,
-                    annotation=kinds[field.name],
-                ),
-            )
-        described.append((inspect.getdoc(kind) or "").partition("Args:\n")[2].rstrip())
+        for option in field_options(groups[parameter.name]):
+            if options.setdefault(option.name, option).default != option.default:
+                raise TypeError(f"{option.name} has a default of its own in {parameter.name}")
+        group_doc = inspect.getdoc(groups[parameter.name]) or ""
+        docs.append(group_doc.partition("Args:\n")[2].rstrip())
 
     signature = inspect.Signature(list(options.values()))
 
     @wraps(command)
     def flat(**chosen: Any) -> None:
-        bound = signature.bind(**chosen)
-        bound.apply_defaults()
-        values = bound.arguments
-        made = {
-            name: kind(**{field.name: values[field.name] for field in fields(kind)})
+        signature.bind(**chosen)  # refuses unknown options and names a missing one
+        # A dataclass fills in what is not given, so that no two calls share a list.
+        filled = {
+            name: kind(**{one.name: chosen[one.name] for one in fields(kind) if one.name in chosen})
             for name, kind in groups.items()
         }
-        own = {name: values[name] for name in hints if name in values and name not in groups}
-        command(**own, **made)
+        own = {name: chosen[name] for name in hints if name in chosen and name not in groups}
+        command(**own, **filled)
 
     flat.__signature__ = signature  # type: ignore[attr-defined]
     flat.__annotations__ = {name: one.annotation for name, one in options.items()}
-    flat.__doc__ = "\n".join(described)
-    del flat.__wrapped__  # whose signature the parser would read
+    flat.__doc__ = "\n".join(docs)
+    del flat.__wrapped__  # the parser would read its signature instead
     return flat
+
+
+def field_options(group: type) -> Iterator[inspect.Parameter]:
+    """The fields of a dataclass as keyword-only parameters."""
+    types = get_type_hints(group)
+    for one in fields(group):
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        yield inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is MISSING else default,
+            annotation=types[one.name],
+        )

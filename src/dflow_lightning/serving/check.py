@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from dflow_lightning.bench.command import suite_path
+from dflow_lightning.bench.suite import suite_path
 from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.equality import EqualityCheck
