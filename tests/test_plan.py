@@ -22,7 +22,7 @@ from dflow_lightning.models.drafter import Drafter
 from dflow_lightning.models.relay import ProjectedRows, Relay
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.plan.command import answers, hours, make_plan, parse, sharding_of, steps
-from dflow_lightning.plan.measure import build, measured_lines, training_step
+from dflow_lightning.plan.measure import build_module, measured_lines, training_step
 from dflow_lightning.plan.memory import ZERO_BUCKETS, Plan
 from dflow_lightning.plan.work import Work
 from dflow_lightning.tensors.blocks import Anchors
@@ -384,10 +384,22 @@ def test_hours_are_work_over_rate(configs: dict[str, Path]) -> None:
 def test_work_is_what_a_counter_counts(small: tuple[Plan, FrozenTarget]) -> None:
     """Products of matrices in a step, by torch's own counter; attention is a small rest here."""
     plan, _ = small
-    step = training_step(plan, build(plan).train(), torch.device("cpu"))
+    module = build_module(plan.recipe.model, init_from=None).train()
+    step = training_step(plan, module, torch.device("cpu"))
     with FlopCounterMode(display=False) as counter:
         step()
     assert plan.rows * Work(plan).row == pytest.approx(counter.get_total_flops(), rel=0.15)
+
+
+@pytest.mark.parametrize("recipe", ["tiny-dflow-carryover", "tiny-domino-dflow", "tiny-eagle3"])
+def test_measure_and_doctor_build_what_is_planned(recipe: str) -> None:
+    """With every section of the recipe: a Domino drafter was built without its causal head."""
+    plan = make_plan(parse(["--config", f"recipes/{recipe}.yaml"]))
+    module = build_module(plan.recipe.model)
+    built = {name: tuple(one.shape) for name, one in module.drafter.named_parameters()}
+    assert built == {name: tuple(one.shape) for name, one in plan.drafter.named_parameters()}
+    assert (module.relay is None) == (plan.relay is None)
+    assert module.num_anchors == plan.recipe.model.num_anchors
 
 
 def test_measure_prints_predicted_beside_measured(small: tuple[Plan, FrozenTarget]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflow_lightning.embedded import write_out
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 
 TARGET = "data/tiny-qwen3"
 VALIDATED_EVERY = 1000  # steps, by the recipe; the best checkpoint is written there
@@ -32,9 +32,7 @@ def demo_command(
         steps: training steps.
         per_family: prompts per family to measure with.
     """
-    for name, count in {"steps": steps, "per_family": per_family}.items():
-        if count < 1:
-            raise InputError(f"{name} is {count}; give 1 or more")
+    check_counts(steps=steps, per_family=per_family)
     if (out / run_dir).exists():
         raise InputError(
             f"run_dir: {out / run_dir} exists; remove it or name another with --run_dir"

@@ -1,4 +1,4 @@
-"""The exceptions that a user is meant to read."""
+"""The exceptions that a user is meant to read, and the check that most settings share."""
 
 
 class InputError(Exception):
@@ -13,3 +13,14 @@ class RunError(Exception):
 
     The command line prints it as `error: ...` and exits with status 1, without a traceback.
     """
+
+
+def check_counts(section: str = "", /, **counts: int | None) -> None:
+    """Raise `InputError` for the first count below 1; None is a count that was left out.
+
+    Args:
+        section: what a recipe calls the owner of the counts, with its dot: `loss.`.
+    """
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise InputError(f"{section}{name} is {count}; give 1 or more")

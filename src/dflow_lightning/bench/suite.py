@@ -19,7 +19,7 @@ from dflow_lightning.data.tasks import (
 )
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.models.target import FrozenTarget
 
 TINY_SUITE = Path("prompts/test.jsonl")  # beside the weights of the embedded target
@@ -82,10 +82,7 @@ class SuiteChoice:
                 f"suite_dir: {self.suite_dir} holds none of {', '.join(self.missing)} as "
                 "<task>.jsonl; put one there, or leave suite_dir out to read them from the hub"
             )
-        if self.limit is not None and self.limit < 1:
-            raise InputError(f"limit is {self.limit}; give 1 or more")
-        if self.per_family < 1:
-            raise InputError(f"per_family is {self.per_family}; give 1 or more")
+        check_counts(limit=self.limit, per_family=self.per_family)
         if self.suite_dir is not None and not self.named:
             raise InputError(
                 f"suite_dir is given but suite {self.suite} names no task; choose from "

@@ -14,7 +14,7 @@ from dflow_lightning.decode import Completion, Request, SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.rounds import Backend
 from dflow_lightning.decode.tree import check_tree_settings
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.models.device import Dtype, choose_device
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.tensors.metrics import acceptance_summary
@@ -103,8 +103,7 @@ def decode_command(
         raise InputError("prompt: give one of --prompt and --prompts")
     if asked.prompt is not None and not asked.prompt.strip():
         raise InputError("prompt is empty; say something to the target")
-    if rounds.concurrency < 1:
-        raise InputError(f"concurrency is {rounds.concurrency}; give 1 or more")
+    check_counts(concurrency=rounds.concurrency)
     if plain and rounds.backend == "package":
         raise InputError(
             "backend is package, which drafts; choose eager or compiled for plain decoding"

@@ -23,7 +23,7 @@ from dflow_lightning.decode.request import Completion, Request, Update
 from dflow_lightning.decode.rounds import Backend, RoundBackend, RoundMode, rounded_length
 from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
 from dflow_lightning.decode.tree import candidate_pairs, check_tree
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.stopwatch import RoundTimer
 from dflow_lightning.tensors.acceptance import TokenSampling
 
@@ -99,14 +99,11 @@ class Engine:
         max_stop_ids: int = 16,
     ) -> None:
         limit = models.target.config.max_position_embeddings
-        if num_slots < 1:
-            raise InputError(f"num_slots is {num_slots}; give 1 or more")
+        check_counts(num_slots=num_slots, prefill_chunk=prefill_chunk)
         if not 2 <= max_length <= limit:
             raise InputError(
                 f"max_length is {max_length}; give 2 up to the target's context of {limit}"
             )
-        if prefill_chunk < 1:
-            raise InputError(f"prefill_chunk is {prefill_chunk}; give 1 or more")
         if tree_nodes is not None:
             check_tree(tree_nodes, models, acceptance, backend)
             models = replace(

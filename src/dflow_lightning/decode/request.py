@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.tensors.metrics import acceptance_summary
 
@@ -33,8 +33,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Raise `InputError` for a setting out of its range."""
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {self.max_new_tokens}; give 1 or more")
+        check_counts(max_new_tokens=self.max_new_tokens)
         if not 0 <= self.temperature < float("inf"):
             raise InputError(
                 f"temperature is {self.temperature}; give 0 for greedy decoding or a positive "

@@ -31,15 +31,10 @@ from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.data.prepared import is_prepared, read_manifest
 from dflow_lightning.doctor.recipe import Preflight, documents
 from dflow_lightning.formats.tap_fingerprint import ROUNDED_TOLERANCE, TOLERANCE, tapped_states
-from dflow_lightning.models.eagle3 import Eagle3Config
 from dflow_lightning.models.target import FrozenTarget
-from dflow_lightning.plan.command import make_plan
-from dflow_lightning.plan.measure import build
+from dflow_lightning.plan.measure import build_module
 from dflow_lightning.tensors.attention import formulation_for
 from dflow_lightning.tensors.blocks import Documents, gather_slots, slot_positions
-from dflow_lightning.training.base import TargetConfig, TrainingModule
-from dflow_lightning.training.eagle3_module import Eagle3Module
-from dflow_lightning.training.optimizer import OptimizerConfig
 from dflow_lightning.training.precision import ComputePrecision
 from dflow_lightning.training.step_inputs import RolloutConfig, Round, StepInputs
 
@@ -60,10 +55,7 @@ class Loaded(Preflight):
     @cached_property
     def module(self) -> Any:
         """Built by the check `drafter`, the first to ask for it, which reports what is refused."""
-        if self.eagle3:
-            module: TrainingModule = build_eagle3(self.recipe)
-        else:
-            module = build(make_plan(self.recipe), "init", "init_from")
+        module = build_module(self.recipe.model)
         module.to(self.device)
         module.target.to(self.device)
         return module
@@ -121,18 +113,6 @@ class Loaded(Preflight):
                 "with dflow-train inspect"
             )
         return inputs
-
-
-def build_eagle3(recipe: Any) -> Eagle3Module:
-    """The module of an EAGLE-3 recipe, its target loaded."""
-    model = recipe.model
-    plain = ("ttt_steps", "step_decay", "num_anchors", "seed", "gradient_checkpointing")
-    return Eagle3Module(
-        target=TargetConfig(**model.target.as_dict()),
-        drafter=Eagle3Config(**model.drafter.as_dict()),
-        optimizer=OptimizerConfig(**model.optimizer.as_dict()),
-        **{name: model[name] for name in (*plain, "init", "init_from")},
-    )
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:

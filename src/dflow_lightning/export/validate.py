@@ -26,7 +26,7 @@ from dflow_lightning.bench.suite import suite_path
 from dflow_lightning.checks import Check, Found, outcome
 from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.prompts import read_prompts
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.export import validate_decoding, validate_folder
 from dflow_lightning.export.validate_folder import Subject, interleaved
 from dflow_lightning.models.device import Dtype, choose_device
@@ -74,9 +74,7 @@ def validate_export_command(
         dtype: dtype of the target's weights; auto is bfloat16 on a GPU and float32 on a CPU.
             Whether answers equal plain decoding is decided in float32 alone.
     """
-    for name, value in {"num_prompts": num_prompts, "max_new_tokens": max_new_tokens}.items():
-        if value < 1:
-            raise InputError(f"{name} is {value}; give 1 or more")
+    check_counts(num_prompts=num_prompts, max_new_tokens=max_new_tokens)
     chosen = choose_device(device)
     if not drafter.is_dir():
         raise InputError(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 
 
 @dataclass(kw_only=True)
@@ -50,9 +50,7 @@ class CausalHeadConfig:
     decay_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("gru_hidden_dim", "emb_dim"):
-            if getattr(self, name) < 1:
-                raise InputError(f"causal_head.{name} is {getattr(self, name)}; give 1 or more")
+        check_counts("causal_head.", gru_hidden_dim=self.gru_hidden_dim, emb_dim=self.emb_dim)
         if not 0 <= self.base_start <= 1:
             raise InputError(
                 f"causal_head.base_start is {self.base_start}; give a number from 0 to 1"

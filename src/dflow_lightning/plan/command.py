@@ -23,7 +23,7 @@ from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.commandline.recipe import Recipe
 from dflow_lightning.data.prepared import is_prepared
 from dflow_lightning.data.sets import count_rows
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.models.causal_head import CausalHeadConfig
 from dflow_lightning.models.dims import DrafterConfig, DrafterDims
 from dflow_lightning.models.drafter import Drafter
@@ -168,11 +168,10 @@ def make_plan(recipe: Any) -> Plan:
     model, trainer = recipe.model, recipe.trainer
     if trainer.precision not in PRECISIONS:
         known = ", ".join(name for name in PRECISIONS if isinstance(name, str))
-        raise InputError(f"trainer.precision {trainer.precision} has no plan; choose of {known}")
+        raise InputError(f"trainer.precision {trainer.precision} has no plan; choose from {known}")
     devices = trainer.devices if isinstance(trainer.devices, int) else 1
     gpus = max(1, devices) * trainer.num_nodes if recipe.gpus is None else recipe.gpus
-    if gpus < 1:
-        raise InputError(f"gpus is {gpus}; give 1 or more")
+    check_counts(gpus=gpus)
     target = empty_target(model.target.path, recipe.target_config)
     settings = {
         "sharding": sharding_of(trainer.strategy),

@@ -5,21 +5,21 @@ random ids of `max_length`, all supervised. Memory is what the device's allocato
 what is resident, which counts the libraries as well.
 """
 
+import inspect
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import torch
 
 from dflow_lightning.data.datamodule import Batch
-from dflow_lightning.models.dims import DrafterConfig
-from dflow_lightning.models.relay import RelayConfig
 from dflow_lightning.plan.memory import GIB, Plan, Sharding, amount
 from dflow_lightning.plan.work import Work
-from dflow_lightning.tensors.loss import LossConfig
-from dflow_lightning.training.module import DrafterModule, TargetConfig
-from dflow_lightning.training.optimizer import OptimizerConfig
+from dflow_lightning.training.base import TrainingModule
+from dflow_lightning.training.eagle3_module import Eagle3Module
+from dflow_lightning.training.module import DrafterModule
 from dflow_lightning.training.precision import ComputePrecision
 from dflow_lightning.training.step_inputs import RolloutConfig
 
@@ -32,7 +32,7 @@ def measured_lines(plan: Plan) -> list[str]:
     gpu = torch.cuda.is_available() and plan.recipe.trainer.accelerator != "cpu"
     device = torch.device("cuda" if gpu else "cpu")
     start = held(device)
-    module = build(plan).train()
+    module = build_module(plan.recipe.model, init_from=None).train()  # a step of any weights
     module.target.to(device)
     loaded = held(device)
     module.to(device)
@@ -66,23 +66,23 @@ def measured_lines(plan: Plan) -> list[str]:
     ]
 
 
-def build(plan: Plan, *more: str) -> DrafterModule:
-    """The recipe's module, its target loaded.
+def build_module(model: Any, **changes: Any) -> TrainingModule:
+    """The module of a recipe, with the sections that `fit` gives it; its target is loaded.
 
     Args:
-        more: of its arguments, beside those that shape a step.
+        model: the recipe's `model`, as `plan.command.parse` reads it.
+        changes: arguments that differ from the recipe's.
     """
-    model = plan.recipe.model
-    sections = {
-        "target": TargetConfig, "drafter": DrafterConfig, "relay": RelayConfig, "loss": LossConfig,
-        "optimizer": OptimizerConfig,
-    }  # fmt: skip
-    built = {name: kind(**model[name].as_dict()) for name, kind in sections.items()}
-    plain = ("num_anchors", "seed", "gradient_checkpointing", "attention", *more)
-    return DrafterModule(**built, **{name: model[name] for name in plain})
+    kind = Eagle3Module if "ttt_steps" in model else DrafterModule
+    types = get_type_hints(kind.__init__)
+    given = {
+        name: types[name](**model[name].as_dict()) if is_dataclass(types[name]) else model[name]
+        for name in inspect.signature(kind).parameters
+    }
+    return kind(**given | changes)
 
 
-def training_step(plan: Plan, module: DrafterModule, device: torch.device) -> Callable[[], None]:
+def training_step(plan: Plan, module: TrainingModule, device: torch.device) -> Callable[[], None]:
     """A whole step: clean forward, rollout, drafter, backward and optimizer."""
     recipe = plan.recipe
     shape = (plan.rows, recipe.data.max_length)

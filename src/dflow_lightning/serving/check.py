@@ -19,7 +19,7 @@ from dflow_lightning.bench.suite import suite_path
 from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.equality import EqualityCheck
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.export.validate_folder import interleaved
 from dflow_lightning.models.device import choose_device
 from dflow_lightning.models.target import FrozenTarget
@@ -102,10 +102,7 @@ def serve_check_command(
         device: where our own engine decodes, in float32: `cpu`, `cuda`, or one GPU such as
             `cuda:1`; auto is the GPU where there is one. It leaves the GPU while a server runs.
     """
-    counts = {"num_prompts": num_prompts, "max_new_tokens": max_new_tokens}
-    for name, value in (counts | {"concurrency": concurrency}).items():
-        if value < 1:
-            raise InputError(f"{name} is {value}; give 1 or more")
+    check_counts(num_prompts=num_prompts, max_new_tokens=max_new_tokens, concurrency=concurrency)
     chosen = choose_device(device)
     if not python.is_file():
         raise InputError(

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, kl_div, linear
 from torch.utils.checkpoint import checkpoint
 
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 
 OfChunk = Callable[[slice, Tensor, bool], tuple[Tensor, Tensor, Tensor | None]]
 CHUNK_BYTES = 2**28  # of float32 logits; enough rows for a GPU's matrix product to be worth it
@@ -67,8 +67,7 @@ class LossConfig:
             raise InputError(
                 f"loss.round_weights is {weights}; give numbers of 0 or more, one of them positive"
             )
-        if self.chunk_blocks is not None and self.chunk_blocks < 1:
-            raise InputError(f"loss.chunk_blocks is {self.chunk_blocks}; give 1 or more")
+        check_counts("loss.", chunk_blocks=self.chunk_blocks)
 
     def decay(self, block_size: int) -> float:
         """The decay `gamma` of the slot weights, given or from the block size."""
