@@ -203,7 +203,9 @@ def linters(dist: Path) -> str:
     wheel, sdist = one(dist, "*.whl"), one(dist, "*.tar.gz")
     env = dict(os.environ)
     call(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=dist, env=env)
-    call(sys.executable, "-m", "check_wheel_contents", wheel, cwd=dist, env=env)
+    # W002 is about equal files: exports are whole folders, and two have equal relay settings.
+    ignored = ("--ignore", "W002")
+    call(sys.executable, "-m", "check_wheel_contents", *ignored, wheel, cwd=dist, env=env)
     return "twine check --strict, check-wheel-contents"
 
 

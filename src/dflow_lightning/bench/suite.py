@@ -59,7 +59,7 @@ class SuiteChoice:
 
     @property
     def missing(self) -> list[str]:
-        """Named tasks that have no file in `folder`; none where tasks come from the hub."""
+        """Named tasks that have no file in `suite_dir`; none where tasks come from the hub."""
         if self.suite_dir is None:
             return []
         there = self.suite_dir.expanduser()
