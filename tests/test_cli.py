@@ -15,6 +15,7 @@ from pseudo_terminal import displayed
 from dflow_lightning import __main__ as entry
 from dflow_lightning.commandline.arguments import explain, nearest
 from dflow_lightning.errors import InputError
+from dflow_lightning.run.fit import default_run_dir
 
 if TYPE_CHECKING:
     from launch import Launcher
@@ -237,6 +238,48 @@ def test_resume_is_exact_and_refuses_another_recipe(
     whole = weights(launch.folder / "whole/checkpoints/last.ckpt")
     half = weights(launch.folder / "half/checkpoints/last.ckpt")
     assert all(torch.equal(whole[name], half[name]) for name in whole)
+
+
+def test_f6_a_moved_run_keeps_its_best_checkpoint(
+    launch: "Launcher", recipe: Path, run_options: list[str]
+) -> None:
+    """Lightning forgets the best score where the folder's absolute path differs."""
+    schedule = ("--model.optimizer.warmup_ratio=1e-9", "--model.optimizer.min_lr_ratio=1.0")
+    fit = ("fit", "--config", recipe, *run_options, *schedule)
+    assert launch(*fit, "--run_dir=here", "--trainer.max_steps=2").status == 0
+    (launch.folder / "here").rename(launch.folder / "there")
+    best, last = (launch.folder / "there/checkpoints" / name for name in ("best.ckpt", "last.ckpt"))
+    checkpoint = torch.load(last, weights_only=True)
+    (scores,) = (one for one in checkpoint["callbacks"].values() if "best_model_score" in one)
+    unbeatable = torch.tensor(99.0)
+    scores |= {"best_model_score": unbeatable, "kth_value": unbeatable}
+    scores["best_k_models"] = dict.fromkeys(scores["best_k_models"], unbeatable)
+    torch.save(checkpoint, last)
+    before = best.read_bytes()
+    resumed = launch(*fit, "--run_dir=there", "--ckpt_path=last")
+    assert resumed.status == 0, resumed.err
+    assert "finished at step 4" in resumed.out
+    assert best.read_bytes() == before
+    after = torch.load(last, weights_only=True)["callbacks"].values()
+    (kept,) = (one for one in after if "best_model_score" in one)
+    assert kept["best_model_score"] == 99
+    assert kept["best_model_path"] == str(best.resolve())
+    assert list(kept["best_k_models"]) == [str(best.resolve())]
+
+
+def test_f28_a_checkpoint_from_elsewhere_gets_a_new_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was resumed into the folder of the recipe's name, over another training."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/small/checkpoints").mkdir(parents=True)
+    for fresh in (True, False):
+        new = default_run_dir("small", "elsewhere/my.ckpt", fresh=fresh)
+        assert new == Path("runs/small-2")
+        own = default_run_dir("small", "runs/other/checkpoints/last.ckpt", fresh=fresh)
+        assert own == tmp_path / "runs/other"
+    assert default_run_dir("other", "elsewhere/my.ckpt", fresh=True) == Path("runs/other")
+    assert default_run_dir("small", "last", fresh=True) == Path("runs/small")
 
 
 def test_checkpoint_never_overrides_the_command_line(

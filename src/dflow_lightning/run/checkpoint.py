@@ -74,6 +74,7 @@ class Checkpointing(ModelCheckpoint):
         self._last_step = 0
         self._boundary: dict[str, Any] | None = None  # the loops' state at the last optimizer step
         self._boundary_step = 0
+        self._resumed_from: Path | None = None  # the folder of the checkpoint
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Files go to the run folder, never to a path made from a run id."""
@@ -100,6 +101,27 @@ class Checkpointing(ModelCheckpoint):
             )
         self._boundary = checkpoint["loops"]["fit_loop"]
         self._boundary_step = checkpoint["global_step"]
+        self._resumed_from = Path(trainer.ckpt_path).resolve().parent if trainer.ckpt_path else None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the best scores, also where the run folder has moved since.
+
+        Lightning compares the absolute folder and forgets the scores where it differs, after which
+        a worse model would replace `best.ckpt`. A checkpoint of another run folder brings no
+        scores: its best files are not here.
+        """
+        if self.dirpath is not None and self._resumed_from == Path(self.dirpath):
+            here = self._resumed_from
+            names = ("best_model_path", "kth_best_model_path", "last_model_path")
+            scores = state_dict.get("best_k_models", {})
+            state_dict = {
+                **state_dict,
+                **{name: str(here / Path(state_dict[name]).name) for name in names
+                   if state_dict.get(name)},
+                "best_k_models": {str(here / Path(path).name): v for path, v in scores.items()},
+                "dirpath": self.dirpath,
+            }  # fmt: skip
+        super().load_state_dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts counting at the resumed step, and looks whether the checkpoints fit on the disk.

@@ -258,12 +258,15 @@ def as_list(value: Any) -> list[Any]:
 def default_run_dir(name: str, ckpt_path: str | None, *, fresh: bool) -> Path:
     """The folder of a run that names none.
 
-    The folder of the checkpoint it reads; for `last`, `best` and `auto` the newest folder of that
-    name; for a new training one that no other training uses.
+    The folder that the checkpoint it reads was written to; for `last`, `best` and `auto` the newest
+    folder of that name. A new training, and a checkpoint that lies in no run folder, get a folder
+    that no other training uses, so that nothing is written over.
     """
-    if ckpt_path not in (None, "last", "best", "auto"):
+    if ckpt_path is not None and ckpt_path not in ("last", "best", "auto"):
         folder = Path(ckpt_path).absolute().parent
-        return folder.parent if folder.name == CHECKPOINT_FOLDER else RUNS_FOLDER / name
+        if folder.name == CHECKPOINT_FOLDER:
+            return folder.parent
+        fresh, ckpt_path = True, None
     folder, number, newest = RUNS_FOLDER / name, 1, None
     while (folder / CHECKPOINT_FOLDER).exists():
         number, newest = number + 1, folder
