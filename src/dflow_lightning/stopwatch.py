@@ -47,7 +47,7 @@ ROUND_PARTS = ("whole", "draft", "verify", "relay", "commit")  # of a round of d
 class RoundTimer:
     """Seconds of each round of decoding, and of its parts where they run one after the other.
 
-    A compiled round is one graph, in which the parts cannot be told apart: it has only `whole`.
+    A compiled round is one graph, whose parts cannot be timed separately: it has only `whole`.
 
     Args:
         device: where the rounds run; on a GPU the times are the device's own.

@@ -126,7 +126,7 @@ def bench(
 
     Args:
         decoders: by the name their rows get; all of them share one target.
-        progress: told what comes next, `num_steps` times.
+        progress: called with what comes next, `num_steps` times.
 
     Raises:
         InputError: a family has too few prompts for a concurrency.

@@ -193,7 +193,7 @@ class Engine:
             an update for each request that gained tokens or ended.
         """
         self.admit()
-        updates = self.prefill()
+        updates = self.prefill()  # before the round, which a finished prompt already takes part in
         return updates + self.round()
 
     @torch.inference_mode()
@@ -281,6 +281,7 @@ class Engine:
         next_ids_RQ = state.tokens_RT[
             rows_R.unsqueeze(1), (positions_RQ + 1).clamp(max=self.capacity - 1)
         ]
+        # Relative to the chunk: beyond it while the prompt goes on.
         last_R = state.length_R[rows_R] - 1 - positions_RQ[:, 0]
         rounds.extend_context(
             models, state, rows_R, output.taps_BQC, positions_RQ, next_ids_RQ, last_R
@@ -326,6 +327,7 @@ class Engine:
         now = time.perf_counter()
         updates = []
         for slot, flight in decoding:
+            # Shared equally, so that the seconds of all requests add up to the time of all rounds.
             flight.seconds += (now - start) / len(decoding)
             updates.append(self._update(slot, flight, report[slot], now, from_round=True))
         return updates
@@ -361,7 +363,7 @@ class Engine:
         *tokens, done = row
         gained = [token for token in tokens if token != NO_TOKEN]
         flight.token_ids += gained
-        if from_round:
+        if from_round:  # one of a round's tokens is the bonus token; a prompt's first is no round
             flight.accepted.append(len(gained) - 1)
         if not done:
             return Update(flight.id, gained, None)

@@ -138,7 +138,7 @@ def draft(
 
     A causal head then chooses them one after the other; a tree takes several per slot.
     """
-    if models.drafter is None:
+    if models.drafter is None:  # plain decoding is a round without drafts, verified alike
         return Drafts(state.tokens_RT[:, :0])
     if isinstance(models.drafter, Eagle3Drafter):
         return one_by_one(state, mode, partial(eagle3.draft_steps, models, state))
@@ -216,6 +216,7 @@ def verify(models: Models, state: DecodeState, mode: RoundMode, drafts: Drafts) 
         ids_RK, positions_RK, state.target_cache, slots_RK, visible_RKT, layer_ids
     )
     logits_RKV = models.target.head(output.hidden_BQD)
+    # Keyed by position: plain decoding, a chain and a tree choose alike from equal logits.
     noise_RKC = _noise_after(state, positions_RK)
     if mode.rejection and drafts.probabilities_RJV is not None:
         num_accepted_R, committed_RK = accept_or_resample(
@@ -314,8 +315,10 @@ def commit(state: DecodeState, committed_RK: Tensor, num_accepted_R: Tensor) -> 
     positions_RK = state.length_R.unsqueeze(1) + slots_K
     kept_RK = (slots_K <= num_accepted_R.unsqueeze(1)) & (positions_RK < state.end_R.unsqueeze(1))
     stops_RK = (committed_RK.unsqueeze(-1) == state.stop_ids_RM.unsqueeze(1)).any(-1) & kept_RK
+    # Stops strictly before a token: the stop token itself still belongs to the answer.
     before_stop_RK = (stops_RK.long().cumsum(1) - stops_RK.long()) == 0
     kept_RK = kept_RK & before_stop_RK & ~state.idle_R.unsqueeze(1)
+    # Shapes are static, so all K slots are written; those not kept get back what they held.
     old_RK = state.tokens_RT.gather(1, positions_RK)
     state.tokens_RT.scatter_(1, positions_RK, torch.where(kept_RK, committed_RK, old_RK))
     state.length_R.add_(kept_RK.sum(1))
@@ -350,10 +353,11 @@ def keep_rejected(
     aligned_RKD, valid_RK = align(
         h_RKD, num_accepted_R, h_RKD.shape[1], first_rejected=models.first_rejected
     )
-    if verified.num_rows_R is not None:
+    if verified.num_rows_R is not None:  # a tree's path may end before the block does
         row_RK = num_accepted_R.unsqueeze(1) + torch.arange(h_RKD.shape[1], device=h_RKD.device)
         valid_RK = valid_RK & (row_RK < verified.num_rows_R.unsqueeze(1))
     bonus_R1 = verified.committed_RK.gather(1, num_accepted_R.unsqueeze(1))
+    # In place: a round gets views of the engine's state, and the next round has to find this there.
     state.rejected.h_BNKD.copy_(aligned_RKD.unsqueeze(1))
     state.rejected.valid_BNK.copy_((valid_RK & ~state.idle_R.unsqueeze(1)).unsqueeze(1))
     state.rejected.bonus_BN.copy_(bonus_R1)

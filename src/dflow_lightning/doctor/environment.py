@@ -220,12 +220,12 @@ def check_run_dir(environment: Environment) -> str:
     if not os.access(existing, os.W_OK):
         raise FailedError(f"{existing} is not writable; choose another --run_dir")
     free = shutil.disk_usage(existing).free
-    said = f"{free / 1e9:.1f} GB free at {shown(existing)}"
+    summary = f"{free / 1e9:.1f} GB free at {shown(existing)}"
     plan = environment.plan
     if plan is None:
         if free < LITTLE_DISK:
-            raise DoubtError(f"{said}; free some space, or choose a --run_dir on another disk")
-        return said
+            raise DoubtError(f"{summary}; free some space, or choose a --run_dir on another disk")
+        return summary
     from dflow_lightning.run.checkpoint import CHECKPOINT_FOLDER, require_room
 
     replaced = sum(path.stat().st_size for path in (folder / CHECKPOINT_FOLDER).glob("*.ckpt"))
@@ -233,7 +233,7 @@ def check_run_dir(environment: Environment) -> str:
     needed = plan.checkpoint()
     if environment.recipe.trainer.enable_checkpointing is not False:
         require_room(folder / CHECKPOINT_FOLDER, needed=needed, free=free + replaced, files=files)
-    return f"{said}, checkpoints take {files * needed / 1e9:.2f}"
+    return f"{summary}, checkpoints take {files * needed / 1e9:.2f}"
 
 
 def check_tracking(environment: Environment) -> str:

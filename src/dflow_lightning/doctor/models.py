@@ -165,13 +165,15 @@ def check_on_policy(here: Loaded) -> str:
         learned_S = mask_S[1:]
         chosen += int((logits_SV[:-1].argmax(-1) == ids_S[1:])[learned_S].sum())
         total += int(learned_S.sum())
-    said = f"the target itself would choose {chosen / max(total, 1):.0%} of {total} learned tokens"
+    summary = (
+        f"the target itself would choose {chosen / max(total, 1):.0%} of {total} learned tokens"
+    )
     if chosen < MIN_ON_POLICY * total:
         raise DoubtError(
-            f"{said}; let it answer with dflow-train prepare, and look whether its rope_theta and "
-            "chat template are those that it was published with"
+            f"{summary}; let it answer with dflow-train prepare, and look whether its rope_theta "
+            "and chat template are those that it was published with"
         )
-    return said
+    return summary
 
 
 @torch.no_grad()

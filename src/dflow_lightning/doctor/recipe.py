@@ -203,13 +203,13 @@ def check_thinking(preflight: Preflight) -> str:
         raise SkippedError("the chat template knows no thinking")
     learned = [ids_S[mask_S] for batch in preflight.batches for ids_S, mask_S in documents(batch)]
     think = sum(END_OF_THINKING in preflight.tokenizer.decode(ids.tolist()) for ids in learned)
-    said = f"data.enable_thinking is {enabled}, and {think} of {len(learned)} answers think"
+    summary = f"data.enable_thinking is {enabled}, and {think} of {len(learned)} answers think"
     if enabled != bool(think):
         raise DoubtError(
-            f"{said}; set data.enable_thinking to {not enabled}, or let the target answer again "
+            f"{summary}; set data.enable_thinking to {not enabled}, or let the target answer again "
             "with dflow-train prepare"
         )
-    return said
+    return summary
 
 
 def check_mask_id(preflight: Preflight) -> str:

@@ -55,15 +55,15 @@ def check_overfit(here: Loaded) -> str:
         losses.append(loss.item())
         accepted = float(sums_R4[0, 2])
     module.eval()
-    said = (
+    summary = (
         f"one block: loss {losses[0]:.2f} to {losses[-1]:.2f} in {OVERFIT_STEPS} steps at "
         f"lr {lr:g}, {accepted:.0f} of {asked} drafts right"
     )
     if accepted < asked and not losses[-1] <= OVERFIT_SHARE * losses[0]:
         raise FailedError(
-            f"{said}; set model.optimizer.lr to something like 6e-4, and fix what failed above"
+            f"{summary}; set model.optimizer.lr to something like 6e-4, and fix what failed above"
         )
-    return said
+    return summary
 
 
 def prompts(here: Loaded) -> list[list[int]]:

@@ -99,8 +99,8 @@ def validate_export_command(
     )
     checks = []
     for check in validate_export(subject):
-        said = labelled(f"{check.status:<5} {check.name:<16} ", check.detail, result_json.text)
-        print(said, file=result_json.text, flush=True)
+        line = labelled(f"{check.status:<5} {check.name:<16} ", check.detail, result_json.text)
+        print(line, file=result_json.text, flush=True)
         checks.append(check)
     failed = any(check.status == "FAIL" for check in checks)
     about = {"drafter": str(drafter), "target": frozen.name, "versions": versions()}

@@ -148,10 +148,10 @@ def tau_check(subject: Subject) -> Found:
     real = acceptance_summary([one.accepted for one in completions], num_drafts).tau
     gap = real / estimate - 1
     values = {"relay": mode, "tau": real, "training_tau": estimate, "prompts": len(prompts)}
-    said = f"{real:.3f} against {estimate:.3f} in training ({gap:+.1%}), relay {mode}"
+    summary = f"{real:.3f} against {estimate:.3f} in training ({gap:+.1%}), relay {mode}"
     if abs(gap) > TAU_TOLERANCE:
-        raise FailedError(f"{said}: more than {TAU_TOLERANCE:.0%} apart", values)
-    return f"{said}, {len(prompts)} validation prompts", values
+        raise FailedError(f"{summary}: more than {TAU_TOLERANCE:.0%} apart", values)
+    return f"{summary}, {len(prompts)} validation prompts", values
 
 
 def training_prompts(subject: Subject, settings: dict[str, Any]) -> list[Prompt]:

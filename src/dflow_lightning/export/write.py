@@ -92,6 +92,7 @@ def export_drafter(
         integrity.record(folder, config)
         (folder / "README.md").write_text(card(config, recipe or {}), encoding="utf-8")
         _write_json(folder / "config.json", config)  # last: without it a folder is no export
+        # Still staged: a folder that does not load, or loads something else, never gets its name.
         loaded = load_export(folder, target)
         _compare(loaded, drafter, relay, target, getattr(torch, dtype))
         if compile:
@@ -132,6 +133,7 @@ def _weights(part: nn.Module, dtype: str) -> dict[str, Tensor]:
             raise InputError(
                 f"checkpoint: {name} holds values that are not finite; export an earlier one"
             )
+        # `save_file` takes contiguous tensors only.
         weights[name.removeprefix(HEAD_PREFIX)] = (
             tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
         )
@@ -156,6 +158,7 @@ def _compare(
 ) -> None:
     """The drafter built from the files drafts what the one in memory does, rounded to `dtype`."""
     ours, theirs = type(drafter)(drafter.dims), loaded.drafter  # type: ignore[arg-type]
+    # Rounded as the files are, equality is exact and needs no tolerance.
     rounded = {name: t.to(target.device, dtype) for name, t in drafter.state_dict().items()}
     ours.load_state_dict(rounded)
     ours = ours.to(target.device, target.dtype)

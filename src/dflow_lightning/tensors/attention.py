@@ -206,6 +206,7 @@ class _SplitAttention(torch.autograd.Function):
         dq_parts = []
         dk_c, dv_c = torch.zeros_like(k_context), torch.zeros_like(v_context)
         for blocks, rows, length in _groups(anchors_BN, K):
+            # Rows without context weigh 0 here, since the joint log-sum-exp is finite.
             mask, _ = _additive_mask(q, length, anchors_BN, starts_BN, blocks)
             dq, dk, dv = _flash_backward(
                 grad_rows[:, :, rows], q_rows[:, :, rows],
@@ -213,10 +214,10 @@ class _SplitAttention(torch.autograd.Function):
                 out[:, :, rows], lse[:, :, rows], 0.0, False, attn_mask=mask,
             )  # fmt: skip
             dq_parts.append(dq)
-            dk_c[:, :, :length] += dk
+            dk_c[:, :, :length] += dk  # every group reads the context from its start
             dv_c[:, :, :length] += dv
 
-        def own(rows: Tensor) -> Tensor:
+        def own(rows: Tensor) -> Tensor:  # each block a batch entry, as in the forward pass
             blocks = rows.reshape(B, H, N, K, *rows.shape[3:]).transpose(1, 2)
             return blocks.reshape(B * N, H, K, *rows.shape[3:])
 

@@ -170,8 +170,8 @@ class Tracking(Callback):
             return
         step = f"at step {trainer.global_step}"
         if isinstance(exception, KeyboardInterrupt | SIGTERMException):
-            said = getattr(exception, "said", None) or f"interrupted {step}"
-            self.logger.ends("KILLED", {"stopped": said})
+            reason = getattr(exception, "said", None) or f"interrupted {step}"
+            self.logger.ends("KILLED", {"stopped": reason})
             return
         text = " ".join(str(exception).split())
         failure = f"{type(exception).__name__} {step}: {text}"

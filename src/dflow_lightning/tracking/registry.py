@@ -35,13 +35,13 @@ def register_export(
         version = register_version(destination, checkpoint, out, name)
     except Exception as error:  # whatever a store, a disk or a network raises
         uri = destination.uri
-        said = (
+        message = (
             f"not registered at {uri} ({reason(error, uri)}); the export is complete, and the same "
             "command registers it later"
         )
     else:
-        said = f"registered as {name}, version {version}, at {destination.uri}"
-    print(labelled("", said, stream), file=stream)
+        message = f"registered as {name}, version {version}, at {destination.uri}"
+    print(labelled("", message, stream), file=stream)
 
 
 def destination_of(checkpoint: Checkpoint) -> Destination | None:

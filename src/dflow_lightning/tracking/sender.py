@@ -186,9 +186,9 @@ def queue_state(path: Path) -> tuple[str, bool]:
     """Describe what a journal has left to send; the flag is False because nothing is sent."""
     journal = open_journal(path)
     where = f"{journal.destination.run_name} -> {journal.destination.uri}"
-    said = f"{where}: {counted(journal)}" if journal.mine else f"{where}: the run is in progress"
+    summary = f"{where}: {counted(journal)}" if journal.mine else f"{where}: the run is in progress"
     journal.close()
-    return said, False
+    return summary, False
 
 
 def deliver(path: Path) -> tuple[str, bool]:

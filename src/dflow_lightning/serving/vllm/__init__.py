@@ -26,4 +26,4 @@ def register() -> None:
         return
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.drafter:DFlashDrafter")
     preflight.install_preflight()
-    cpu_fixes.mend_sampling()
+    cpu_fixes.fix_sampling()

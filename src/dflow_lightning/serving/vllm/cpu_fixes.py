@@ -5,7 +5,7 @@
 2. `expand_kernel` writes into a copy of its output: above temperature 0, speculation samples with
    uninitialised temperatures.
 
-Where vLLM has mended them, doing it here again changes nothing. `DFLOW_VLLM_CPU_FIXES=0` leaves
+Where vLLM has fixed them, doing it here again changes nothing. `DFLOW_VLLM_CPU_FIXES=0` leaves
 vLLM as it is, for the test that shows what they do.
 """
 
@@ -51,7 +51,7 @@ def expand_batch_to_tokens(
     return x.repeat_interleave(counts, output_size=num_tokens)
 
 
-def mend_sampling() -> None:
+def fix_sampling() -> None:
     """Put `expand_batch_to_tokens` in the place of vLLM's, where that wants a Triton it lacks."""
     from vllm.triton_utils import HAS_TRITON
 

@@ -1,4 +1,4 @@
-"""The relay of the drafter that vLLM was told to serve: found, checked, read.
+"""The relay of the drafter that vLLM serves: where it lies, whether it may be used, its weights.
 
 Needs torch and safetensors alone.
 """

@@ -44,6 +44,7 @@ def wrap(hook: Hook, before: Callable[[Any, dict[str, Any]], None]) -> None:
 
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Asked in each call: methods are wrapped before vLLM loads a model, for every drafter.
         if has_relay(self):
             bound = signature.bind(self, *args, **kwargs)
             bound.apply_defaults()
