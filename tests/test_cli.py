@@ -15,6 +15,7 @@ from pseudo_terminal import displayed
 from dflow_lightning import __main__ as entry
 from dflow_lightning.commandline.arguments import explain, nearest
 from dflow_lightning.errors import InputError
+from dflow_lightning.run.checkpoint import SavedRun
 from dflow_lightning.run.fit import default_run_dir
 
 if TYPE_CHECKING:
@@ -238,6 +239,23 @@ def test_resume_is_exact_and_refuses_another_recipe(
     whole = weights(launch.folder / "whole/checkpoints/last.ckpt")
     half = weights(launch.folder / "half/checkpoints/last.ckpt")
     assert all(torch.equal(whole[name], half[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("accumulate_grad_batches", 2), ("gradient_clip_val", 1.0), ("max_steps", None)],
+)
+def test_f34_a_resume_keeps_the_trainers_part_of_a_step(key: str, value: float | None) -> None:
+    """Another number of rows a step, or other clipping, was taken without a word."""
+    settings = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 10}
+    saved = SavedRun(Path("last.ckpt"), {"trainer": settings}, None, None)
+    saved.require_same({"trainer": settings}, {})
+    changed = {"trainer": {**settings, key: value or 20}}
+    if value is None:  # a longer training is what many resume for
+        saved.require_same(changed, {})
+        return
+    with pytest.raises(InputError, match=rf"trained with trainer\.{key} = .*, this command says"):
+        saved.require_same(changed, {})
 
 
 def test_f6_a_moved_run_keeps_its_best_checkpoint(

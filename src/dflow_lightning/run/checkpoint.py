@@ -19,7 +19,15 @@ from dflow_lightning.training.saved import Checkpoint
 
 CHECKPOINT_FOLDER = "checkpoints"
 # What shapes a training: the same on resume, or its second half is another run.
-TRAINING_KEYS = ("model.", "data.", "rollout.", "seed_everything", "method")
+TRAINING_KEYS = (
+    "model.",
+    "data.",
+    "rollout.",
+    "seed_everything",
+    "method",
+    "trainer.accumulate_grad_batches",
+    "trainer.gradient_clip_",
+)
 FREE_KEYS = (  # a resume may change these: they do not reach the weights
     "model.init_from",
     "model.gradient_checkpointing",
