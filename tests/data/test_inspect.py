@@ -133,7 +133,9 @@ def test_a_template_that_refuses_the_row_names_it(inspect, write, tokenizer, tmp
 # ---------------------------------------------------------------- parts
 
 
-def test_terminals_get_colour_and_no_marks(tokenizer):
+def test_terminals_get_colour_and_no_marks(tokenizer, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)  # whatever the suite runs in
+    monkeypatch.setenv("TERM", "xterm-256color")
     terminal = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
     out = printed(tokenizer, [user("Hi"), assistant("Hello.")], terminal)
     assert f"{ESCAPE}[1;32mHello.<|im_end|>{ESCAPE}[0m" in out
