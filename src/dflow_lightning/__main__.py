@@ -1,7 +1,9 @@
 """`dflow-train`: one command for training and for the tools around it."""
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from io import TextIOWrapper
 from signal import SIG_DFL, SIGINT, signal
 
@@ -79,7 +81,8 @@ def complain(error: Exception) -> None:
         from dflow_lightning.terminal import labelled
 
         text = labelled("error: ", text, sys.stderr).removeprefix("error: ")
-    print(f"error: {text}", file=sys.stderr)
+    with suppress(OSError):  # standard error may lie on the same full disk
+        print(f"error: {text}", file=sys.stderr)
 
 
 def exit_status(args: list[str]) -> int:
@@ -98,6 +101,47 @@ def exit_status(args: list[str]) -> int:
         return 130
     except SystemExit as stop:  # argparse leaves this way, after --help for one
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        from dflow_lightning.files import refusal
+
+        said = refusal(error)
+        if said is None:
+            raise
+        complain(InputError(said))
+        return 2
+
+
+def flushed(status: int) -> int:
+    """The exit status once the output is written: 2 where its disk is full."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        from dflow_lightning.terminal import hush
+
+        if status != 2:  # else it is said already
+            complain(InputError(f"standard output: {error.strerror}; what it got is not whole"))
+        hush(sys.stdout)
+        return 2
+    return status
+
+
+def open_what_is_closed() -> None:
+    """Lead standard streams that the caller has closed (`>&-`) to nowhere.
+
+    Else the next file that is opened gets such a stream's number, and what a library prints.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -107,12 +151,13 @@ def main(args: Sequence[str] | None = None) -> int:
     where nobody reads the output any more (`| head`). Any other exception is a defect and keeps its
     traceback (status 1).
     """
+    open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):  # where a character cannot be written, its code is
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         status = exit_status(list(sys.argv[1:] if args is None else args))
-        sys.stdout.flush()
+        status = flushed(status)
     except BrokenPipeError:
         from dflow_lightning.terminal import hush, pipe_is_broken
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dflow_lightning.files import check_writable, write_text
+from dflow_lightning.files import check_writable, refused_by_name, write_text
 from dflow_lightning.terminal import STDOUT, print_json
 
 HELP = (
@@ -52,6 +52,7 @@ class JsonOutput:
             print_json(content, indent=None, stream=self._stdout)
         elif self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a" if self._begun else "w", encoding="utf-8") as file:
+            mode = "a" if self._begun else "w"
+            with refused_by_name(self._path), self._path.open(mode, encoding="utf-8") as file:
                 file.write(json.dumps(content, ensure_ascii=False) + "\n")
             self._begun = True

@@ -22,6 +22,7 @@ import numpy as np
 from dflow_lightning.data.conversations import Reject
 from dflow_lightning.data.turns import TargetAnswer
 from dflow_lightning.errors import InputError
+from dflow_lightning.files import refusal
 
 COMMIT_SECONDS = 1.0
 TABLES = """
@@ -71,6 +72,8 @@ class AnswerJournal:
             self._database.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
             self._database.close()
+            if said := refusal(error):
+                raise InputError(f"out: {path}: {said}") from error
             raise InputError(
                 f"out: {path} is in use by another process ({error}); wait for it or stop it"
             ) from error

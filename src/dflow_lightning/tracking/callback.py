@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from dflow_lightning.errors import InputError
-from dflow_lightning.files import hold
+from dflow_lightning.files import hold, write_text
 from dflow_lightning.tracking import provenance
 from dflow_lightning.tracking.journal import Destination
 from dflow_lightning.tracking.logger import RunLogger, new_key, store_address
@@ -203,7 +203,7 @@ class RecipeRecord(SaveConfigCallback):
                     "checkpoints; choose another folder"
                 )
             text = yaml.safe_dump(self.recipe, sort_keys=False)
-            (folder / "config.yaml").write_text(text, encoding="utf-8")
+            write_text(folder / "config.yaml", text)
         for logger in trainer.loggers:
             if isinstance(logger, RunLogger):
                 logger.log_recipe(self.recipe)
