@@ -80,16 +80,3 @@ def test_what_was_set_aside_comes_back(tmp_path):
         raise ZeroDivisionError
     assert [path.name for path in out.iterdir()] == ["old"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_link_is_replaced_and_what_it_leads_to_is_kept(tmp_path):
-    real, out = tmp_path / "real", tmp_path / "out"
-    real.mkdir()
-    (real / "kept").touch()
-    out.symlink_to(real)
-    with files.staged_folder(out) as folder:
-        (folder / "new").touch()
-    assert not out.is_symlink()
-    assert [path.name for path in out.iterdir()] == ["new"]
-    assert [path.name for path in real.iterdir()] == ["kept"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "real"]
