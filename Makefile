@@ -13,6 +13,9 @@ DEMO_STEPS ?= 3000
 # Of each family. As many as the largest concurrency are needed, and more for a queue.
 THROUGHPUT_PROMPTS ?= 64
 
+CODEGEN_TESTS := tests/test_compiled.py tests/test_package.py tests/test_carryover.py tests/test_causal_head.py \
+	tests/test_causal_head_export.py tests/test_eagle3.py tests/test_other_target.py
+
 # Nothing here needs a hub or reports usage to anyone.
 export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := true
@@ -36,8 +39,12 @@ demo: env ## train, measure and export the tiny DFlow drafter
 	rm -rf $(DEMO)
 	$(BIN)/dflow-train demo --out . --run_dir $(DEMO) --steps $(DEMO_STEPS)
 
+# worksteal: a worker without tests takes those that wait at the other's end.
 test: env ## run the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu"
+
+codegen: env ## the tests of compiled rounds and packaged drafts, with generated code in each of them (10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal --codegen $(CODEGEN_TESTS)
 
 check: env ## lint, format, types and the fast tests: before every commit
 	$(BIN)/ruff check

@@ -1,5 +1,6 @@
 """Fixtures of the whole suite."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,31 @@ from dflow_lightning.models.dims import DrafterConfig, DrafterDims
 from dflow_lightning.models.drafter import Drafter
 from dflow_lightning.models.relay import Relay
 from dflow_lightning.models.target import FrozenTarget
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--codegen", action="store_true", help="compiled rounds run generated code in every test"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `make codegen` alone runs; that command selects it by its marker."""
+    if config.getoption("--codegen"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("codegen")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def traced(request, monkeypatch) -> None:
+    """Compiled rounds are captured and guarded as ever, and run the kernels of eager mode.
+
+    Generating code for a graph takes most of a minute of C++ compiler; `--codegen` does it.
+    """
+    if not request.config.getoption("--codegen"):
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
 @pytest.fixture(scope="session")

@@ -381,6 +381,7 @@ def test_rows_live_one_round(trained, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced")
 def test_compiled_rounds_equal_eager_ones_and_never_compile_again(trained):
     module, batch = trained
     models = module.decoder().models()
@@ -500,6 +501,7 @@ def test_warm_starts_from_and_into_drafters_without_it(exported, trained, tiny_t
 
 
 @pytest.mark.slow
+@pytest.mark.codegen
 def test_packaged_drafts_equal_eager_ones(trained, tmp_path):
     module, batch = trained
     parts = (module.drafter, module.relay, module.target)

@@ -362,6 +362,7 @@ def test_same_tokens_as_the_target_alone(domino, relay, temperature):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced")
 def test_a_compiled_round_drafts_what_the_eager_one_does(domino):
     """One graph with the serial part in it: greedy drafts, and drawn ones."""
     module, batch = domino

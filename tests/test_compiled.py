@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflow_lightning.decode import Engine, Request
-from dflow_lightning.decode.rounds import RoundBackend
+from dflow_lightning.decode.rounds import RoundBackend, RoundMode
 
 PROMPTS = 8
 
@@ -26,6 +26,7 @@ def requests(half_trained):
     ]
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("speculative", [True, False])
 def test_compiled_equals_eager_and_never_compiles_again(half_trained, requests, speculative):
     module, _ = half_trained
@@ -39,6 +40,20 @@ def test_compiled_equals_eager_and_never_compiles_again(half_trained, requests, 
     assert [c.accepted for c in got] == [c.accepted for c in wanted]
     if speculative:
         assert sum(sum(c.accepted) for c in got) > 0
+
+
+@pytest.mark.slow
+def test_generated_code_equals_eager(half_trained, requests):
+    """One graph, greedy; `make codegen` generates the code of all of them."""
+    models = half_trained[0].decoder().models()
+    greedy = [request for request in requests if request.temperature == 0]
+    wanted = Engine(models, num_slots=1, max_length=80).run(greedy)
+    engine = Engine(models, num_slots=1, max_length=80, backend="compiled")
+    engine.warm_up([RoundMode()])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        got = engine.run(greedy)
+    assert [c.token_ids for c in got] == [c.token_ids for c in wanted]
+    assert [c.accepted for c in got] == [c.accepted for c in wanted]
 
 
 def test_every_round_has_a_shape_that_was_warmed_up():

@@ -285,6 +285,7 @@ def test_sampled_sequences_have_the_targets_distribution(small_vocabulary, accep
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced")
 def test_compiled_equals_eager_and_never_compiles_again(half_trained3):
     module, batch = half_trained3
     text = batch.input_ids_BS[0].tolist()

@@ -45,7 +45,7 @@ def test_the_mask_token_is_the_first_row_after_the_tokenizer(target):
 
 @pytest.mark.slow
 def test_shipped_drafters_are_lossless_and_worth_their_relay(target):
-    """All test prompts, 128 tokens, greedy, float32; those with a relay with it on and off."""
+    """All test prompts, 64 tokens, greedy, float32; those with a relay with it on and off."""
     prompts = read_prompts(
         target.tokenizer,
         TARGET / "prompts/test.jsonl",
@@ -60,8 +60,8 @@ def test_shipped_drafters_are_lossless_and_worth_their_relay(target):
     without = [(name, False) for name in ("dflash", "dflow", "domino-dflow", "eagle3")]
     for name, relay in (*without, ("dflow", True), ("domino-dflow", True)):
         decoder = SpeculativeDecoder.from_export(DATA / "tiny-drafters" / name, target)
-        plain = plain or decoder.generate_plain(asked, max_new_tokens=128, batch_size=16)
-        fast = decoder.generate(asked, max_new_tokens=128, batch_size=16, use_rejected=relay)
+        plain = plain or decoder.generate_plain(asked, max_new_tokens=64, batch_size=16)
+        fast = decoder.generate(asked, max_new_tokens=64, batch_size=16, use_rejected=relay)
         for prompt, one, other in zip(prompts, fast, plain, strict=True):
             difference = check.compare(
                 prompt.id, prompt.token_ids, one.token_ids, other.token_ids, temperature=0, seed=0

@@ -53,7 +53,7 @@ def test_random_arrivals_and_cancellations(half_trained, acceptance):
     rng = random.Random(7)
     models = module.decoder().models()
     text = batch.input_ids_BS[0].tolist()
-    requests = [draw_request(rng, text) for _ in range(500 if acceptance == "match" else 100)]
+    requests = [draw_request(rng, text) for _ in range(200 if acceptance == "match" else 100)]
     options = {"acceptance": acceptance, "prefill_chunk": 8}
     wanted = alone(models, requests, **options)
     engine = Engine(models, num_slots=8, max_length=120, **options)

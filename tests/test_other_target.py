@@ -113,6 +113,7 @@ def whole_way(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced")
 def test_a_random_llama_from_prompts_to_a_proven_export(launch, llama, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(llama)
     settings = [

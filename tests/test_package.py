@@ -45,6 +45,7 @@ def test_packaged_drafts_equal_eager_ones(half_trained, export, relay, batch_siz
 
 
 @pytest.mark.slow
+@pytest.mark.codegen
 def test_a_relay_of_one_term_is_packaged_as_it_is(half_trained, tmp_path):
     module, batch = half_trained
     relay = Relay(module.drafter.dims.hidden_size, 96, terms="scale")
