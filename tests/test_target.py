@@ -16,6 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from dflow_lightning.data.tokenizer import load_tokenizer
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.dims import DrafterConfig, DrafterDims
@@ -224,3 +225,19 @@ def test_a_llama_target_is_tapped_and_decoded_without_loss(save, tied):
         ids, positions, target.new_cache(27), positions, causal(positions, 27), [0, 2]
     )
     torch.testing.assert_close(taps[0], uncached(target, wanted, [0, 2])[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "llava", "mistral3"])
+def test_f16_a_vision_language_target_is_named_before_its_weights_are_read(tmp_path, model_type):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(InputError, match=f"is a {model_type} model.*choose a text-only target"):
+        FrozenTarget.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [FrozenTarget.load, load_tokenizer])
+def test_f43_a_relative_target_seen_from_another_folder_is_said_to_be_missing(
+    tmp_path, monkeypatch, load
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"there is no folder elsewhere/tiny in .*whole path"):
+        load("elsewhere/tiny")

@@ -32,6 +32,12 @@ def load_tokenizer(path: str, field: str = "model.target.path") -> Any:
         return AutoTokenizer.from_pretrained(folder if folder.exists() else path)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
+        if not folder.exists():
+            raise InputError(
+                f"{field}: there is no folder {path} in {Path.cwd()}, and as a hub id it could not "
+                f"be loaded ({reason}); give the folder's whole path, or a hub id that can be "
+                "reached"
+            ) from error
         raise InputError(
             f"{field}: {path} has no tokenizer that can be loaded ({reason}); "
             "give the folder of a model with its tokenizer, or a hub id"

@@ -17,7 +17,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
 from dflow_lightning.errors import InputError
@@ -78,7 +79,7 @@ class FrozenTarget:
 
         Raises:
             InputError: the dtype is unknown, the folder does not exist or is damaged, or the
-                architecture cannot be tapped or rewound.
+                architecture is not a text model, or cannot be tapped or rewound.
         """
         weights_dtype = choose_dtype(dtype, torch.device(device))
         folder = Path(path).expanduser()
@@ -96,6 +97,10 @@ class FrozenTarget:
         if not sys.stderr.isatty():
             disable_progress_bar()
         source = str(folder) if folder.exists() else path
+        try:
+            _check_text_model(path, AutoConfig.from_pretrained(source))
+        except UNREADABLE as error:
+            raise _not_loaded(path, folder, error) from error
         options = {"dtype": weights_dtype, "attn_implementation": attn_implementation}
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -104,8 +109,7 @@ class FrozenTarget:
             model, report = loaded
             tokenizer = AutoTokenizer.from_pretrained(source)
         except UNREADABLE as error:
-            reason = textwrap.shorten(str(error), 300, placeholder=" ...")
-            raise InputError(f"target: {path} could not be loaded ({reason})") from error
+            raise _not_loaded(path, folder, error) from error
         if absent := sorted(report["missing_keys"]):  # transformers would leave them random
             raise InputError(
                 f"target: {path} lacks {len(absent)} tensors, first {absent[0]}; "
@@ -294,3 +298,26 @@ class FrozenTarget:
                 self._wanted[index] = output[0] if isinstance(output, tuple) else output
 
         return hook
+
+
+def _check_text_model(path: str, config: Any) -> None:
+    """Before weights are read, which may be many: vision-language models wrap a text model."""
+    text = config.get_text_config()
+    if text is config or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    raise InputError(
+        f"target: {path} is a {config.model_type} model, which wraps a {text.model_type} text "
+        "model with other inputs, such as images, and is not supported; choose a text-only target, "
+        "or save the text model and its tokenizer to a folder of their own and give that"
+    )
+
+
+def _not_loaded(path: str, folder: Path, error: Exception) -> InputError:
+    reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+    if folder.exists():
+        return InputError(f"target: {path} could not be loaded ({reason})")
+    # A relative folder seen from elsewhere reads like a hub id, and the hub's reason misleads.
+    return InputError(
+        f"target: there is no folder {path} in {Path.cwd()}, and as a hub id it could not be "
+        f"loaded ({reason}); give the folder's whole path, or a hub id that can be reached"
+    )
