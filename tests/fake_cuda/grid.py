@@ -1,8 +1,12 @@
 """Every recipe, method and precision on fake CUDA tensors: one line each.
 
-    python tests/fake_cuda/grid.py                    # the whole grid: `make fake-cuda`
+    python tests/fake_cuda/grid.py --out F            # the whole grid: `make fake-cuda`
     python tests/fake_cuda/grid.py --quick --json F   # small shapes: what `make test` runs
     python tests/fake_cuda/grid.py --only 8b          # cases whose name holds this
+
+With `--out` every finished case is appended to a file at once, and a second run goes on where the
+first one stopped; `--fresh` runs the chosen cases again. A case counts as finished for the same
+settings, recipe and torch: after a change of the package, choose what it touches and add `--fresh`.
 
 `ok` is no error of device or dtype, no copy between host and device in a round of decoding, and a
 peak of memory within 15 % of `plan` (shapes of recipes alone: `plan` is for those). Training steps
@@ -12,8 +16,10 @@ build of torch (`make env-cuda`) the steps have their backward pass, and memory 
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -210,22 +216,69 @@ def verdict(found: Found, *, decodes: bool) -> str:
     return ""
 
 
-def line(name: str, found: Found | None, said: str) -> str:
+def as_line(label: str, found: Found | None, said: str) -> dict[str, Any]:
+    """A line of the table as JSON has it: keys are texts, and nothing found leaves no numbers."""
+    if found is None:
+        return {"case": label, "failed": said}
+    copies = [[*key, count] for key, count in found.copies.items()]
+    return {"case": label, "failed": said, "peak": found.peak, "planned": found.planned,
+            "copies": copies}  # fmt: skip
+
+
+def line(one: dict[str, Any]) -> str:
     """One line of the table."""
-    peak = planned_ = ratio = copies = "-"
-    if found is not None:
-        peak = f"{found.peak / GIB:.2f}" if found.peak else "-"
-        if found.planned:
-            planned_, ratio = f"{found.planned / GIB:.2f}", f"{found.peak / found.planned:.2f}"
-        copies = str(sum(found.copies.values()))
-    return f"{name:<58}{said or 'ok':<24}{peak:>8}{planned_:>8}{ratio:>7}{copies:>8}"
+    peak, planned_, ratio, copies = one.get("peak"), one.get("planned"), "-", "-"
+    if peak and planned_:
+        ratio = f"{peak / planned_:.2f}"
+    if "copies" in one:
+        copies = str(sum(count for *_, count in one["copies"]))
+    sizes = [f"{size / GIB:.2f}" if size else "-" for size in (peak, planned_)]
+    said = one["failed"] or "ok"
+    return f"{one['case']:<58}{said:<24}{sizes[0]:>8}{sizes[1]:>8}{ratio:>7}{copies:>8}"
+
+
+def key_of(case: Case, folder: Path) -> str:
+    """A case's settings, the recipes that it names and the torch that traces it, in few letters."""
+    texts = [case.name, torch.__version__, str(HAS_BACKWARD)]
+    for argument in case.args:
+        option, _, value = argument.partition("=")
+        texts.append(Path(value).read_text() if option == "--config" else argument)
+    assert not any(str(folder) in text for text in texts), "the key would differ in every run"
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def finished(out: Path | None) -> dict[str, dict[str, Any]]:
+    """Records of an earlier run by key, the newest of each; a line cut short by a kill is none."""
+    records = {}
+    for text in out.read_text().splitlines() if out and out.is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            record = json.loads(text)
+            records[record["key"]] = record
+    return records
+
+
+def append(out: Path, record: dict[str, Any]) -> None:
+    """Write a record as a line of its own, also after a line that a kill cut short."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    cut = out.is_file() and not out.read_bytes().endswith(b"\n") and out.stat().st_size > 0
+    with out.open("a") as file:
+        file.write("\n" * cut + json.dumps(record) + "\n")
+
+
+def commit() -> str:
+    """The commit that is checked out, or nothing outside a repository."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="", help="part of a case's name")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="all lines, at the end")
+    parser.add_argument("--out", type=Path, help="one record per finished case, at once")
+    parser.add_argument("--fresh", action="store_true", help="run cases that --out has, too")
     parser.add_argument("--trace", action="store_true", help="whole tracebacks")
     args = parser.parse_args()
     if HAS_BACKWARD and "LD_PRELOAD" not in os.environ:
@@ -237,18 +290,32 @@ def main() -> int:
     allow_fake_devices()
     print(f"torch {torch.__version__}, {'with' if HAS_BACKWARD else 'without'} backward\n"
           f"{'case':<58}{'':<24}{'GiB':>8}{'plan':>8}{'ratio':>7}{'copies':>8}")  # fmt: skip
-    lines, places, start = [], {}, time.perf_counter()
+    lines, start = [], time.perf_counter()
+    before, now = {} if args.fresh else finished(args.out), commit()
+    others = set()  # commits of records that are taken over
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for case in cases(folder, args.quick):
             if args.only not in case.name:
                 continue
-            for label, found, said in results(case, folder, args.trace):
-                lines.append({"case": label, "failed": said} | (vars_of(found) if found else {}))
-                if found and not case.plant:
-                    places |= dict.fromkeys(found.copies, label)
-                print(line(label, found, said), flush=True)
+            key = key_of(case, folder)
+            if key in before:
+                record = before[key]
+                others |= {record["commit"]} - {now}
+            else:
+                found = [as_line(*one) for one in results(case, folder, args.trace)]
+                record = {"key": key, "commit": now, "lines": found}
+                if args.out:
+                    append(args.out, record)
+            lines += record["lines"]
+            for one in record["lines"]:
+                print(line(one), flush=True)
     print(f"\n{len(lines)} lines in {time.perf_counter() - start:.0f} s")
+    if others:
+        print(f"some of them from {args.out}, of commit {', '.join(sorted(others))}; here is {now}")
+    places = {
+        (kind, place): one["case"] for one in lines for kind, place, _ in one.get("copies", ())
+    }
     for (kind, place), label in sorted(places.items()):
         print(f"  {kind:<20} {place:<40} e.g. {label}")
     if args.json:
@@ -273,12 +340,6 @@ def results(case: Case, folder: Path, trace: bool) -> list[tuple[str, Found | No
         return lines
     seen = any(PLANTS[case.plant][2] in said for *_, said in lines)
     return [(case.name, None, "" if seen else "the fault was not seen")]
-
-
-def vars_of(found: Found) -> dict[str, Any]:
-    """For JSON, whose keys are texts."""
-    copies = [[*key, count] for key, count in found.copies.items()]
-    return {"peak": found.peak, "planned": found.planned, "copies": copies}
 
 
 def where(error: Exception) -> str:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_cuda import grid
 from fake_cuda.grid import METHODS, PLANTS, QUICK_VARIANTS, RULES
 
 pytest.importorskip("deepspeed")
+NAMES = ["first", "second", "third"]
 GRID = Path(__file__).parent / "grid.py"
 
 
@@ -57,3 +59,80 @@ def test_a_round_copies_nothing_between_host_and_device(lines, method):
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_seen(lines, plant):
     assert lines[f"planted: {plant}"]["failed"] == ""
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of cases as they run; `stop` among them kills the run instead. None traces anything."""
+    names: list[str] = []
+
+    def run(case: grid.Case, *_: Any) -> list[tuple[str, grid.Found]]:
+        if names[-1:] == ["stop"]:
+            raise KeyboardInterrupt
+        names.append(case.name)
+        return [(case.name, grid.Found(peak=2 * grid.GIB, planned=2 * grid.GIB))]
+
+    found = [grid.Case(name, "small", [f"--model.{name}=1"]) for name in NAMES]
+    monkeypatch.setattr(grid, "run", run)
+    monkeypatch.setattr(grid, "cases", lambda *_: found)
+    monkeypatch.setattr(grid, "allow_fake_devices", lambda: None)
+    monkeypatch.setattr(grid, "HAS_BACKWARD", False)
+    monkeypatch.setattr(grid, "commit", lambda: "abc")
+    return names
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["grid.py", *args])
+    return grid.main()
+
+
+def test_a_second_run_goes_on_and_prints_the_whole_table(ran, tmp_path, monkeypatch, capsys):
+    out = ["--out", str(tmp_path / "new" / "grid.jsonl")]
+    assert main(monkeypatch, *out, "--only", "first") == 0
+    assert main(monkeypatch, *out) == 0
+    assert ran == NAMES  # the first one ran once
+    capsys.readouterr()
+    assert main(monkeypatch, *out) == 0
+    assert ran == NAMES
+    printed = capsys.readouterr().out
+    assert [row.split()[0] for row in printed.splitlines() if " ok " in row] == NAMES
+    assert "3 passed, 0 failed" in printed
+
+
+def test_a_killed_run_loses_only_the_case_it_was_at(ran, tmp_path, monkeypatch):
+    out = tmp_path / "grid.jsonl"
+    main(monkeypatch, "--out", str(out), "--only", "first")
+    ran.append("stop")
+    with pytest.raises(KeyboardInterrupt):
+        main(monkeypatch, "--out", str(out))
+    out.write_text(out.read_text() + '{"key": "cut sh')  # killed while it wrote
+    ran.clear()
+    main(monkeypatch, "--out", str(out))
+    main(monkeypatch, "--out", str(out))
+    assert ran == NAMES[1:]
+
+
+def test_fresh_runs_the_chosen_cases_again(ran, tmp_path, monkeypatch, capsys):
+    out = ["--out", str(tmp_path / "grid.jsonl")]
+    main(monkeypatch, *out)
+    ran.clear()
+    monkeypatch.setattr(grid, "commit", lambda: "def")
+    main(monkeypatch, *out, "--only", "second", "--fresh")
+    assert ran == ["second"]
+    main(monkeypatch, *out)
+    assert ran == ["second"]
+    assert "of commit abc; here is def" in capsys.readouterr().out
+
+
+def test_other_settings_are_another_case(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("a: 1")
+    elsewhere = tmp_path / "elsewhere"
+
+    def key(*args: str) -> str:
+        return grid.key_of(grid.Case("one", "small", list(args)), elsewhere)
+
+    first = key(f"--config={recipe}")
+    assert key(f"--config={recipe}", "--data.pack=true") != first
+    recipe.write_text("a: 2")
+    assert key(f"--config={recipe}") != first
