@@ -158,6 +158,26 @@ DATA = {
 }
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["val_check_interval=1000", "check_val_every_n_epoch=1"], "`val_check_interval` (1000) "),
+        (["val_check_interval=0.5", "check_val_every_n_epoch=null"], "`val_check_interval` should"),
+        (["val_check_interval=1.5"], "val_check_interval"),
+        (["limit_train_batches=1.5"], "limit_train_batches"),
+        (["accelerator=cpu", "devices=0"], "devices"),
+    ],
+)
+def test_f13_settings_that_lightning_judges(
+    launch: "Launcher", recipe: Path, run_options: list[str], options: list[str], sentence: str
+) -> None:
+    """Some of them only when the data are known (F13)."""
+    done = launch(
+        "fit", "--config", recipe, *run_options, *(f"--trainer.{option}" for option in options)
+    )
+    refused(done, sentence)
+
+
 @pytest.mark.parametrize("option", [*TARGET, *DRAFTER, *WARM_START, *METHOD, *DATA])
 def test_fit(
     option: str, launch: "Launcher", recipe: Path, run_options: list[str], places: dict[str, object]

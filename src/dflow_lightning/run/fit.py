@@ -4,6 +4,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ class TrainCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except MisconfigurationException as error:
-            raise InputError(f"trainer: {' '.join(str(error).split())}") from error
+            raise InputError(f"trainer: {wrong_setting(error)}") from error
 
     def _loggers(self, settings: Any) -> Any:
         """The recipe's own loggers and ours; `trainer.logger: false` means none at all."""
@@ -286,6 +287,18 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=r".*all_gather_into_tensor.* is deprecated")
 
 
+def wrong_setting(error: Exception) -> str | None:
+    """What Lightning says of the trainer's settings, in one line; None for any other error.
+
+    It judges some of them only when the data are known, and then by a ValueError that names the
+    setting in backquotes.
+    """
+    text = " ".join(str(error).split())
+    names = (f"`{name}`" for name in signature(Trainer.__init__).parameters)
+    judged = isinstance(error, ValueError) and any(name in text for name in names)
+    return text if judged or isinstance(error, MisconfigurationException) else None
+
+
 def start(args: Sequence[str]) -> TrainCLI:
     """Runs a `fit`, `validate` or `test` command line to its end; a signal raises `Stopped`."""
     quiet()
@@ -301,6 +314,8 @@ def start(args: Sequence[str]) -> TrainCLI:
         except Exception as error:
             if said := out_of_memory(error, signals.failed_step):
                 raise RunError(said) from error
+            if said := wrong_setting(error):
+                raise InputError(f"trainer: {said}") from error
             raise
 
 
