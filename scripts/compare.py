@@ -47,7 +47,7 @@ class Study:
         return self.out / f"{variant.name}-{seed}"
 
     def seconds(self, name: str, seed: int) -> float:
-        """CPU seconds of a training; waits for one that another job has at hand."""
+        """CPU seconds of a training; waits for one that another job is running."""
         path = self.out / f"{name}-{seed}" / "seconds.json"
         while not path.exists():
             time.sleep(1)

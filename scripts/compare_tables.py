@@ -1,4 +1,4 @@
-"""The tables of `compare.py`, and where they stand in docs/results.md."""
+"""The tables of `compare.py`, and their places in docs/results.md."""
 
 import itertools
 import shlex

@@ -173,9 +173,7 @@ def test_held_out_file_that_repeats_training_prompts(make_data, write, split):
     path = write(
         *(question(n, answer="x", id=f"other-{n}") for n in range(20, 25)), name="held.jsonl"
     )
-    with pytest.raises(
-        InputError, match=rf"data\.{split}: 2 of 5 prompts also stand in data\.train"
-    ):
+    with pytest.raises(InputError, match=rf"data\.{split}: 2 of 5 prompts are also in data\.train"):
         make_data(22, **{split: path}).setup("fit")
 
 

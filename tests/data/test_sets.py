@@ -134,7 +134,7 @@ def test_overlap_is_found_between_all_kinds(kinds, make_data, write, tmp_path, t
         train = write(*map(question, train_numbers), name="a.jsonl")
     if kinds == "train prepared":
         held = write(*map(question, held_numbers), name="b.jsonl")
-    with pytest.raises(InputError, match=r"data\.validation: 2 of 6 prompts also stand in data\."):
+    with pytest.raises(InputError, match=r"data\.validation: 2 of 6 prompts are also in data\."):
         make_data(train=train, validation=held).setup("fit")
     apart = write_prepared(tmp_path / "c", [as_row(n) for n in range(20, 24)])
     make_data(train=train, validation=apart).setup("fit")

@@ -211,7 +211,7 @@ def prompt_hashes(folder: Path) -> Iterator[int]:
 
 
 def count_shared(train: Path, held_out: Path) -> int:
-    """Rows of `held_out` whose prompt also stands in `train`."""
+    """Rows of `held_out` whose prompt is also in `train`."""
     import numpy as np
 
     known, asked = (np.fromiter(prompt_hashes(folder), np.int64) for folder in (train, held_out))

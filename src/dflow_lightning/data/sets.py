@@ -125,7 +125,7 @@ def check_disjoint(
         repeated = [row.id for row in held_out if asked_hash(row) in asked]
         if repeated:
             raise InputError(
-                f"{field}: {len(repeated)} of {len(held_out)} prompts also stand in data.train, "
+                f"{field}: {len(repeated)} of {len(held_out)} prompts are also in data.train, "
                 f"first {repeated[0]!r}; take them out of one of the two files"
             )
         return
@@ -136,7 +136,7 @@ def check_disjoint(
         shared = sum(digest in known for digest in _prompt_list(held_out, encoder))
     if shared:
         raise InputError(
-            f"{field}: {shared} of {len(held_out)} prompts also stand in data.train; "
+            f"{field}: {shared} of {len(held_out)} prompts are also in data.train; "
             "take them out of one of the two sets"
         )
 

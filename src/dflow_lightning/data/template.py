@@ -318,7 +318,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _all_text(value: Any) -> str:
-    """Whatever stands in a nested value, spelled as it is."""
+    """All text in a nested value, unchanged."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 

@@ -116,7 +116,7 @@ class RowName(NamedTuple):
 class PreparedRows:
     """The rows of a prepared folder, which stay on disk: the system maps what is read.
 
-    In memory are a length and a sample id a row. A copy in another process opens the files anew.
+    In memory are a length and a sample id a row. A copy in another process opens the files again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -203,7 +203,7 @@ class ChainedRows:
         return source.id(number)
 
     def _at(self, row: int) -> tuple[RowSource, int]:
-        """The source that a row stands in, and its number there."""
+        """The source of a row, and its number there."""
         number = int(np.searchsorted(self._first, row, side="right")) - 1
         return self._sources[number], int(row - self._first[number])
 
@@ -276,7 +276,7 @@ def last_answer(loss_mask: np.ndarray) -> slice:
 
 
 def sample_id(row_id: str) -> int:
-    """63 bits that follow from the row's id alone, whatever file or position it stands in."""
+    """63 bits that follow from the row's id alone, whatever its file or position."""
     return int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8], "big") >> 1
 
 

@@ -47,7 +47,7 @@ def load_tokenizer(path: str, field: str = "model.target.path") -> Any:
 def stop_token_ids(target: str, tokenizer: Any) -> tuple[int, ...]:
     """End-of-sequence ids of the generation config, the config and the tokenizer together.
 
-    Those are the ids at which `FrozenTarget` stops; here its weights need not be at hand.
+    Those are the ids at which `FrozenTarget` stops; this needs no weights.
     """
     from transformers import AutoConfig, GenerationConfig
 

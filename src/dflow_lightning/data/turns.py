@@ -100,7 +100,7 @@ def training_rows(
 def written_rows(
     encoder: ChatEncoder, conversation: Conversation, supervise: Supervise = "all_turns"
 ) -> list[tuple[str, TurnRow]]:
-    """The rows of a conversation that stands in a file, with their ids, as training reads them.
+    """The rows of a conversation of a file, with their ids, as training reads them.
 
     Answers that are too short for an anchor have no row of their own. A row goes on to where the
     template ends, so that it is the whole conversation where there is one answer.

@@ -321,7 +321,7 @@ class ServerGenerator:
         if self._failed_in_a_row > FAILURES_IN_A_ROW * self._concurrency + 8:
             raise InputError(
                 f"server: {self._failed_in_a_row} conversations failed one after the other, the "
-                f"last because {error}; see to the servers and run the same command again"
+                f"last because {error}; check the servers and run the same command again"
             )
 
 

@@ -80,7 +80,7 @@ class AnswerJournal:
         except sqlite3.DatabaseError as error:
             self._database.close()
             raise InputError(
-                f"out: {path} is damaged ({error}); remove it and begin anew"
+                f"out: {path} is damaged ({error}); remove it and start again"
             ) from error
         self._committed = time.monotonic()
         known = self.meta("settings")
@@ -95,7 +95,7 @@ class AnswerJournal:
             self.close()
             raise OtherSettingsError(
                 f"out: {path.parent} was begun with {changed}; give the earlier value, another "
-                "--out, or --overwrite to begin anew"
+                "--out, or --overwrite to start again"
             )
 
     def meta(self, name: str) -> Any:

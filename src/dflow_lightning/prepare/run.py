@@ -171,7 +171,7 @@ class Preparation:
                 self._answer(self.generator, self.answers, journal, num_rows)
             manifest = self._write(journal, num_rows)
         shutil.rmtree(self.partial)
-        self._reader().rejects_path.unlink(missing_ok=True)  # they stand in the folder
+        self._reader().rejects_path.unlink(missing_ok=True)  # they are in the folder
         return manifest
 
     def _scan(self, journal: AnswerJournal) -> int:
@@ -187,7 +187,7 @@ class Preparation:
                 if earlier := seen.add(str(hash_of(conversation)), reader.line):
                     reject = Reject("duplicate", f"it says the same as line {earlier}")
                 elif prompt_hash(conversation) in held_out:
-                    reject = Reject("held out", "its prompt also stands in a set of held_out")
+                    reject = Reject("held out", "its prompt is also in a set of held_out")
                 else:
                     continue
                 journal.reject(reader.line, reject, counted=False)

@@ -123,7 +123,7 @@ def common_concurrency(rows: list[dict]) -> int:
         )
         raise InputError(
             f"bench: no concurrency was measured for all drafters ({measured}), so their numbers "
-            "cannot stand in one table; measure at a common one, or write a report of each"
+            "cannot be in one table; measure at a common one, or write a report of each"
         )
     return min(common)
 

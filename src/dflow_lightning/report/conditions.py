@@ -2,7 +2,7 @@
 
 from dflow_lightning.errors import InputError
 
-# What has to be equal before two files may stand in one table: other values of these change tau.
+# What has to be equal before two files may share a table: other values of these change tau.
 SAME_CONDITIONS = (
     "target_fingerprint",
     "template_hash",
@@ -21,5 +21,5 @@ def check_same_conditions(paths: list[str], results: list[dict], field: str = "b
             if ours != theirs:
                 raise InputError(
                     f"{field}: {paths[0]} and {path} differ in {key} ({ours} and {theirs}), so "
-                    "their numbers cannot stand in one table; write a report of each"
+                    "their numbers cannot be in one table; write a report of each"
                 )

@@ -24,7 +24,7 @@ from dflow_lightning.report.runs import (
 _INTRODUCTION = (
     "<p>tau is the acceptance length: accepted drafts + 1 bonus token per round, pooled over all "
     "rounds; the mean over seeds ± (largest - smallest). With the relay off a drafter is the same "
-    "checkpoint, its relay switched off. Only runs that were measured alike stand in one page.</p>"
+    "checkpoint, its relay switched off. Only runs that were measured alike share a page.</p>"
 )
 
 

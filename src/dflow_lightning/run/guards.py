@@ -222,7 +222,7 @@ def out_of_memory(error: BaseException, step: int | None) -> str | None:
     why = f" ({message})" if message else ""
     return (
         f"out of memory {where}{why}; set model.gradient_checkpointing "
-        "and continue with --ckpt_path auto, or start anew with a lower data.batch_size, "
+        "and continue with --ckpt_path auto, or start again with a lower data.batch_size, "
         "model.num_anchors or rollout.num_anchors (dflow-train plan says what fits)"
     )
 

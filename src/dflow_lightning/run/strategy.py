@@ -151,7 +151,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.model_to_device()
 
     def _format_config(self) -> None:
-        """The engine's settings; autocast stands in place of DeepSpeed's bf16 mode."""
+        """The engine's settings; autocast replaces DeepSpeed's bf16 mode."""
         self._format_batch_size_and_grad_accum_config()
         assert isinstance(self.config, dict)
         precision = ComputePrecision.named(self.precision_plugin.precision)

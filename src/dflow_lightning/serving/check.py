@@ -200,7 +200,7 @@ class ServeCheck:
                 max_tokens=self.max_new_tokens,
             )
             counters, log = server.counters(), server.log
-        # Made anew for each server: it may keep a copy of the target on the GPU.
+        # A new one for each server: it may keep a copy of the target on the GPU.
         found = EqualityCheck(self.decoder.target).differences(
             self.prompts, answers, self.plain, temperature=0.0, seeds=range(len(answers))
         )

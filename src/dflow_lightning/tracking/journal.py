@@ -177,7 +177,7 @@ class Journal:
             file.write(line + "\n")
 
     def save(self) -> None:
-        """Write how much was sent; a large journal that was sent completely starts anew."""
+        """Write how much was sent; a large journal that was sent completely starts empty."""
         with self._guard:
             if self._file is not None and self.offset == self._size() > EMPTIED_AT:
                 with suppress(OSError):
