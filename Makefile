@@ -131,6 +131,9 @@ resume: env ## 10 steps = 4 + 6 under every strategy, bit for bit, and 20 kill -
 faults: env ## tracking servers that die, refuse, hang or are full: same losses, time held up, points arrived (10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -u tests/fault_table.py
 
+fault-tests: env ## the list of faults found by use, and the tests that hold what is right in each
+	@$(BIN)/python tests/fault_tests.py
+
 crashes: env ## exception, SIGTERM, ctrl-C, kill -9, out of memory: exit status, MLflow status, resume (3 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -u tests/crash_table.py
 

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from dflow_lightning.bench.command import BENCH_FORMAT, BenchSettings, bench, bench_command
-from dflow_lightning.bench.measure import chunks, prompt_seed
+from dflow_lightning.bench.measure import WARM_UP_TOKENS, BenchPass, chunks, prompt_seed
 from dflow_lightning.bench.row import (
     DecodedPrompts,
     relay_share,
@@ -151,6 +151,21 @@ def test_rows_of_several_concurrencies(decoder, prompts):
     assert [row.histogram for row in rows[:3]] == [row.histogram for row in rows[3:6]]
     assert all((row.speedup_median is None) == (row.concurrency == 2) for row in rows)
     assert all(1 < row.requests_in_flight <= 2 for row in rows if row.concurrency == 2)
+
+
+def test_f19_all_arms_take_turns_on_every_chunk(decoder, prompts, monkeypatch):
+    """F19: minutes apart, a busy machine gave one family a speedup of 13 and another 0.4."""
+    order, decode = [], BenchPass.decode
+
+    def record(self, arm, chunk, limit):
+        if limit > WARM_UP_TOKENS:
+            order.append((arm.name, arm.relay, chunk[0].id))
+        return decode(self, arm, chunk, limit)
+
+    monkeypatch.setattr(BenchPass, "decode", record)
+    bench({"ours": decoder}, prompts, BenchSettings(max_new_tokens=WARM_UP_TOKENS + 1))
+    arms = [("plain", "off"), ("ours", "on"), ("ours", "off")]
+    assert order == [(*arm, chunk[0].id) for _, chunk in chunks(prompts, 1) for arm in arms]
 
 
 @pytest.mark.parametrize(("backend", "plain"), [("compiled", "compiled"), ("package", "eager")])

@@ -232,6 +232,15 @@ def test_figures_are_what_the_script_draws(tmp_path: Path) -> None:
             assert path.read_bytes() == (ROOT / "docs/figures" / path.name).read_bytes(), path.name
 
 
+def test_f25_the_server_of_the_data_guide_has_the_form_that_every_build_runs() -> None:
+    """F25: the `vllm` command of the CPU build does not find its own package."""
+    guide = (ROOT / "docs/data.md").read_text()
+    short = re.search(r"^vllm serve (\S+) (.*)$", guide, re.MULTILINE)
+    assert short
+    module = f"python -m vllm.entrypoints.openai.api_server --model {short[1]} {short[2]}"
+    assert f"`{module}`" in guide
+
+
 @pytest.mark.slow
 def test_counts_of_serve_vllm_are_those_of_the_shipped_drafters() -> None:
     """The last column of the page's second table: rounds and accepted drafts of 24 prompts."""

@@ -70,7 +70,10 @@ def questions(count: int) -> list[dict]:
 
 
 def test_every_failure_is_tried_again(prepare, stub, write, tmp_path):
-    """Four of ten answers fail, each in one of eleven ways; the folder is that of a good server."""
+    """Four of ten answers fail, each in one of eleven ways; the folder is that of a good server.
+
+    F1: both refuse a request that leaves a sampling setting to them.
+    """
     data = write(*questions(300), {"id": "talk", "messages": TALK})
     short = ("--longest", 20)  # no answer is cut off
     good, bad = stub(*short), stub(*short, "--fail", 0.4, "--slow", 1.5)

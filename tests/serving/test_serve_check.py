@@ -12,7 +12,7 @@ import torch
 from dflow_lightning.__main__ import main
 from dflow_lightning.errors import InputError
 from dflow_lightning.serving.check import Counts, ServeCheck, own_counts
-from dflow_lightning.serving.server import ServerSettings, last_error
+from dflow_lightning.serving.server import ServerSettings, VllmServer, last_error
 from dflow_lightning.serving.vllm.versions import SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +50,27 @@ def test_the_page_names_the_releases_of_the_table() -> None:
     row = re.search(r"^\| (0\.\d+(?:, 0\.\d+)*) \| ran", PAGE, re.M)
     assert row
     assert row[1].split(", ") == sorted(SUPPORTED)
+
+
+def test_f1_the_check_leaves_no_sampling_setting_to_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model's generation_config.json would fill in what is missing: Qwen2.5 has penalties."""
+    sent = []
+
+    def post(self: VllmServer, path: str, content: dict) -> dict:
+        sent.append(content)
+        return {"choices": [{"token_ids": [5]}]}
+
+    monkeypatch.setattr(VllmServer, "post", post)
+    server = VllmServer(ServerSettings(python=Path("python"), target="t"))
+    assert server.complete_all([[1, 2]], concurrency=1, temperature=0.0, max_tokens=4) == [[5]]
+    server.close()
+    neutral = {
+        "temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": 0, "max_tokens": 4,
+    }  # fmt: skip
+    assert neutral.items() <= sent[0].items()
 
 
 def test_the_switch_is_passed_on() -> None:

@@ -198,6 +198,7 @@ class ServeCheck:
                 concurrency=self.concurrency,
                 temperature=0.0,
                 max_tokens=self.max_new_tokens,
+                stop_token_ids=list(self.decoder.target.stop_token_ids),
             )
             counters, log = server.counters(), server.log
         # A new one for each server: it may keep a copy of the target on the GPU.

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dflow_lightning.errors import InputError
+from dflow_lightning.prepare.from_server import NEUTRAL_SAMPLING
 
 # Offline, silent about use; the last two are read on CPUs alone.
 SERVER_ENVIRONMENT = {
@@ -189,12 +190,16 @@ class VllmServer:
             return json.load(answer)
 
     def complete(self, prompt_ids: list[int], **sampling: Any) -> list[int]:
-        """Token ids of the answer to one prompt, the stop token included."""
-        answer = self.post(
-            "/v1/completions",
-            {"model": self.settings.target, "prompt": prompt_ids, "return_token_ids": True}
-            | sampling,
-        )
+        """Token ids of the answer to one prompt, the stop token included.
+
+        Args:
+            sampling: what differs from the distribution of the target itself.
+        """
+        body = {
+            "model": self.settings.target, "prompt": prompt_ids, "return_token_ids": True,
+            "top_p": 1.0, **NEUTRAL_SAMPLING,
+        }  # fmt: skip
+        answer = self.post("/v1/completions", body | sampling)
         return list(answer["choices"][0]["token_ids"])
 
     def complete_all(
