@@ -13,6 +13,7 @@ from dflow_lightning.data.conversations import Conversation
 from dflow_lightning.data.inspect import anchor_candidates, show_conversation, visible
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.turns import written_rows
+from dflow_lightning.errors import InputError
 
 ESCAPE = "\x1b"
 
@@ -155,13 +156,11 @@ def test_special_tokens_that_someone_typed_are_shown_as_typed(tokenizer):
 
 
 def test_what_the_template_leaves_out_is_said(tokenizer):
+    """F5: a row that the template shows in part is refused as training refuses it."""
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     called = assistant("Let me see.") | {"tool_calls": [call]}
-    console = Console(file=io.StringIO())
-    out = printed(tokenizer, [user("2+3?"), called], console, tools=({"type": "function"},))
-    assert "not rendered: the definitions of the row's tools\n" in out
-    assert "not rendered: tool calls, which the chat template leaves out\n" in out
-    assert "not rendered" not in printed(tokenizer, [user("a")], Console(file=io.StringIO()))
+    with pytest.raises(InputError, match=r"leaves out a tool call of message 2 \('add'\)"):
+        printed(tokenizer, [user("2+3?"), called], Console(file=io.StringIO()))
 
 
 def test_nothing_supervised_has_no_candidates(tokenizer):

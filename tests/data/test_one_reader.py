@@ -47,14 +47,29 @@ def zstd(content: bytes) -> bytes:
 def prepare(tmp_path, tokenizer_dir):
     """Keep the answers of a file; exit status, and the rows by id."""
 
-    def run(path: Path, *options: str) -> dict[str, tuple[list[int], list[bool]]]:
+    def run(
+        path: Path, *options: str, target: Path = tokenizer_dir
+    ) -> dict[str, tuple[list[int], list[bool]]]:
         out = tmp_path / f"prepared {path.name}"
-        command = ["prepare", "--data", str(path), "--target", str(tokenizer_dir)]
+        command = ["prepare", "--data", str(path), "--target", str(target)]
         assert main([*command, "--out", str(out), "--keep_answers", *options]) == 0
         rows = open_prepared(out)
         return {row["id"]: (row["input_ids"], row["loss_mask"]) for row in rows}
 
     return run
+
+
+@pytest.fixture(scope="module")
+def tool_tokenizer(with_template) -> Any:
+    """Its chat template shows tools, which the embedded target's does not."""
+    return with_template(Path(__file__).with_name("qwen3_like.jinja").read_text())
+
+
+@pytest.fixture(scope="module")
+def tool_target(tool_tokenizer, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tool target")
+    tool_tokenizer.save_pretrained(folder)
+    return folder
 
 
 def trained(path: Path, tokenizer: Any) -> dict[str, tuple[list[int], list[bool]]]:
@@ -91,7 +106,9 @@ SAME = {
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "jsonl.gz", "json.gz", "jsonl.zst"])
 @pytest.mark.parametrize("name", SAME)
-def test_a_row_is_the_same_however_it_comes(name, suffix, tmp_path, tokenizer, prepare):
+def test_a_row_is_the_same_however_it_comes(
+    name, suffix, tmp_path, tool_tokenizer, tool_target, prepare
+):
     """F2, F14, F31: a row in any file, in training and through prepare, beside an Alpaca row.
 
     The second row has another shape than the first one, by which a file was once judged.
@@ -105,16 +122,16 @@ def test_a_row_is_the_same_however_it_comes(name, suffix, tmp_path, tokenizer, p
         parquet.write_table(pa.table(columns), path)
     else:
         path.write_bytes(packed(content.encode()))
-    found = trained(path, tokenizer)
-    assert found == prepare(path)
+    found = trained(path, tool_tokenizer)
+    assert found == prepare(path, target=tool_target)
     assert count_rows(path, "data.train") == 2
     written = tmp_path / "plain.jsonl"
     written.write_text("\n".join(json.dumps({"id": f"{path.name}:1"} | row) for row in rows))
-    assert found == trained(written, tokenizer)
-    prompts = read_prompts(tokenizer, path)
-    answered = make_prompts(ChatEncoder(tokenizer), WAYS["prompts"](path))
+    assert found == trained(written, tool_tokenizer)
+    prompts = read_prompts(tool_tokenizer, path)
+    answered = make_prompts(ChatEncoder(tool_tokenizer), WAYS["prompts"](path))
     assert {one.id: one for one in prompts} == {one.id: one for one in answered}
-    said = {one.id: tokenizer.decode(one.token_ids) for one in prompts}
+    said = {one.id: tool_tokenizer.decode(one.token_ids) for one in prompts}
     assert "Answer in French." in "".join(said.values()) or name != "system beside the messages"
 
 
@@ -278,12 +295,12 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
 
 
 @pytest.mark.parametrize("tools", [[TOOL], [json.dumps(TOOL)], json.dumps([TOOL])])
-def test_tools_are_objects_or_json_text(tools, write, tokenizer, prepare):
+def test_tools_are_objects_or_json_text(tools, write, tool_tokenizer, tool_target, prepare):
     """F4: a list of JSON texts ended the whole of prepare, one JSON text rejected every row."""
     path = write(conversation(user("Hi"), assistant("Hello my friend."), tools=tools))
     ((row,),) = [WAYS["data.train"](path)]
     assert row.tools == (TOOL,)
-    assert trained(path, tokenizer) == prepare(path)
+    assert trained(path, tool_tokenizer) == prepare(path, target=tool_target)
 
 
 @pytest.mark.parametrize("failure", ["{{ {}['x'] | int + 1 / 0 }}", "{{ 'x'.index('y') }}"])

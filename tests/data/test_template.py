@@ -206,7 +206,8 @@ def test_tokenizer_without_template(with_template):
     ("template", "message"),
     [
         ("{{ raise_exception('no system role') }}", r"refuses the conversation \(no system role\)"),
-        ("{{ messages[0].content }}", "leaves out an answer"),
+        ("{{ messages[0].content }}", r"leaves out the assistant's text, message 2 \('Hello.'\)"),
+        ("{{ messages[0].content }}: Hello.", "leaves out an answer"),
         (
             "{{ messages[-1].content|length }}{% for m in messages %}{{ m.content }}{% endfor %}",
             "mixes the answer",
@@ -217,3 +218,110 @@ def test_tokenizer_without_template(with_template):
 def test_template_that_does_not_fit(with_template, template, message):
     with pytest.raises(InputError, match=message):
         encode_conversation(with_template(template), [user("Hi"), assistant("Hello.")])
+
+
+# ---------------------------------------------------------------- what a template leaves out
+
+BODY = "{{ '<|im_start|>' + m.role + '\n' + %s + '<|im_end|>\n' }}"
+LOOP = (
+    "{%% for m in messages %%}{%% if %s %%}%s{%% endif %%}{%% endfor %%}"
+    "{%% if add_generation_prompt %%}{{ '<|im_start|>assistant\n' }}{%% endif %%}"
+)
+R1_LIKE = LOOP % ("true", BODY % "m.content.split('</think>')[-1]")
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"note": 'a "b"\n', "n": 47}}}
+CALLING = [
+    user("2+3?"), assistant("Let me see.") | {"tool_calls": [CALL]},
+    {"role": "tool", "content": 'It is "5".\n'}, assistant("Five."),
+]  # fmt: skip
+CALLS = "{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}"
+LEFT_OUT = {
+    "reasoning in the text": (
+        R1_LIKE, [user("2+3?"), assistant(REASONED)],
+        r"the reasoning of message 2 \('Two plus three.'\)",
+    ),
+    "reasoning in its field": (
+        R1_LIKE,
+        [user("2+3?"), assistant("Five.") | {"reasoning_content": "Two plus three."}],
+        r"the reasoning of message 2 \('Two plus three.'\)",
+    ),
+    "system": (
+        LOOP % ("m.role != 'system'", BODY % "m.content"),
+        [system("Be brief."), user("Hi"), assistant("Hello.")],
+        r"the system's text, message 1 \('Be brief.'\)",
+    ),
+    "an earlier user": (
+        LOOP % ("loop.revindex < 3 or m.role != 'user'", BODY % "m.content"),
+        [user("Hi"), assistant("Hello."), user("Who?"), assistant("Me.")],
+        r"the user's text, message 1 \('Hi'\)",
+    ),
+    "one of two equal texts": (
+        LOOP % ("not loop.first", BODY % "m.content"),
+        [user("Hi you"), assistant("Hello."), user("Hi you"), assistant("Hello.")],
+        r"the user's text, message . \('Hi you'\)",
+    ),
+    "a text that is part of another": (
+        LOOP % ("not loop.first", BODY % "m.content"),
+        [user("Hi"), assistant("Hello."), user("Hi you"), assistant("Hello.")],
+        r"the user's text, message 1 \('Hi'\)",
+    ),
+    "calls beside a text": (
+        LOOP % ("true", BODY % "m.content"), CALLING, r"a tool call of message 2 \('add'\)",
+    ),
+    "text beside calls": (
+        LOOP % ("true", BODY % "(m.tool_calls|tojson if m.tool_calls else m.content)"), CALLING,
+        r"the assistant's text, message 2 \('Let me see.'\)",
+    ),
+    "arguments": (
+        LOOP % ("true", BODY % "m.content" + CALLS % "{{ c.function.name }}"), CALLING,
+        r"a tool call of message 2 \('note'\)",
+    ),
+    "a tool's result": (
+        LOOP % ("m.role != 'tool'", BODY % "m.content" + CALLS % "{{ c|tojson }}"), CALLING,
+        r"the tool's text, message 3 \('It is \"5\".'\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_text_that_the_template_leaves_out_rejects_the_row(with_template, name):
+    """F5: the row trained on what was left; its answer followed something else."""
+    template, messages, lost = LEFT_OUT[name]
+    with pytest.raises(InputError, match=f"the chat template leaves out {lost}; use a"):
+        encode_conversation(with_template(template), messages)
+
+
+def test_tools_that_the_template_leaves_out_reject_the_row(tokenizer):
+    """F5: the target would not know what it can call."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    with pytest.raises(InputError, match=r"the definition of a tool \('add'\)"):
+        render_prompt(tokenizer, [user("2+3?")], tools=tools)
+
+
+SHOWN = {
+    "trimmed": LOOP % ("true", BODY % "m.content|trim" + CALLS % "{{ c|tojson }}"),
+    "as JSON": LOOP % ("true", BODY % "m.content|tojson" + CALLS % "{{ c|string|tojson }}"),
+    "JSON in JSON": LOOP % ("true", BODY % "m|tojson|tojson"),
+    "escaped for XML": LOOP % (
+        "true",
+        BODY % "m.content|e"
+        + CALLS % "<{{ c.function.name }}>{{ c.function.arguments|xmlattr }}{{ '\n' }}",
+    ),
+    "only the trimmed text of results": LOOP % (
+        "true",
+        BODY % "(m.content|trim|tojson if m.role == 'tool' else m.content)"
+        + CALLS % "{{ c|tojson(indent=2) }}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_text_may_be_trimmed_or_quoted(with_template, name):
+    messages = [*CALLING[:2], CALLING[2] | {"content": ' It is "5" é <&\n\n '}, CALLING[3]]
+    assert render_prompt(with_template(SHOWN[name]), messages)
+
+
+def test_reasoning_of_earlier_turns_may_be_left_out(with_template):
+    """Reasoning models do not read what they thought before, so their rows lack it as well."""
+    tokenizer = with_template(R1_LIKE)
+    for thought in (REASONED, REASONED.replace("think>", "seed:think>")):
+        assert render_prompt(tokenizer, [user("2+3?"), assistant(thought), user("Sure?")])

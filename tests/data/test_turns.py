@@ -226,7 +226,7 @@ def test_specials_in_the_arguments_of_a_call_stay_text(qwen3_like):
         (
             "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}",
             TALK[:2],
-            "every token is supervised",
+            r"leaves out the user's text, message 1 \('Hi'\)",
         ),
         (MERGING.replace("+ '<|im_end|>\n'", ""), [user("Hi"), assistant("")], "no token is"),
         ("{{ messages[0].nothing.content }}", TALK[:2], "refuses the conversation"),

@@ -91,10 +91,9 @@ def show_conversation(
         ids = encoder.prompt(conversation.messages, conversation.tools)
         prompt = EncodedRow(ids, [False] * len(ids))
         rows = [(conversation.id, prompt, "no answer: this is what the target is given")]
-    text = "".join(encoder.tokenizer.decode(tokens.input_ids) for _, tokens, _ in rows)
     for i, (name, tokens, note) in enumerate(rows, start=1):
         place = [f"{i} of the {len(rows)} rows of this conversation"] if len(rows) > 1 else []
-        notes = [note, *place, *_left_out(conversation, text)]
+        notes = [note, *place]
         (put or print_row)(
             title, name, conversation.family, notes, encoder.tokenizer, tokens, console
         )
@@ -237,24 +236,8 @@ def visible(text: str) -> str:
     )
 
 
-def _left_out(conversation: Conversation, text: str) -> Iterator[str]:
-    """What of the conversation is not in the text of its rows."""
-    if any(not _is_in(tool, text) for tool in conversation.tools):
-        yield "not rendered: the definitions of the row's tools"
-    calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
-    if any(call["function"]["name"] not in text for call in calls):
-        yield "not rendered: tool calls, which the chat template leaves out"
-
-
 def _ranges(positions: Sequence[int]) -> Iterator[str]:
     """Runs of neighbours as `first-last`."""
     for _, run in groupby(enumerate(positions), key=lambda pair: pair[1] - pair[0]):
         members = [position for _, position in run]
         yield str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"
-
-
-def _is_in(tool: Any, text: str) -> bool:
-    """Whether a text has the name of a tool that is defined in OpenAI's form."""
-    function = tool.get("function", tool) if isinstance(tool, dict) else {}
-    name = function.get("name") if isinstance(function, dict) else None
-    return isinstance(name, str) and name in text

@@ -22,6 +22,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from dflow_lightning.data.shown import left_out
 from dflow_lightning.errors import InputError
 
 Message = Mapping[str, Any]
@@ -78,11 +79,11 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: Any, *, enable_thinking: bool = False) -> None:
+        name = getattr(tokenizer, "name_or_path", "")
         if not getattr(tokenizer, "chat_template", None):
-            name = getattr(tokenizer, "name_or_path", "") or "given"
             raise InputError(
-                f"the tokenizer {name} has no chat template; use an instruction-tuned target or "
-                "add a chat_template.jinja to its folder"
+                f"the tokenizer {name or 'given'} has no chat template; use an instruction-tuned "
+                "target or add a chat_template.jinja to its folder"
             )
         named = tokenizer.chat_template
         if isinstance(named, Mapping) and "default" not in named:
@@ -91,6 +92,7 @@ class ChatEncoder:
                 "default; save the one to use as its chat_template"
             )
         self.tokenizer = tokenizer
+        self._whose = f"the chat template of {name}" if name else "the chat template"
         self.enable_thinking = enable_thinking
         added = tokenizer.added_tokens_decoder
         special = (token.content for token in added.values() if token.special)
@@ -123,11 +125,13 @@ class ChatEncoder:
             finished: whether the last answer ended by itself; if not, it has no end token.
 
         Raises:
-            InputError: the template refuses the conversation or rewrites the assistant's text.
+            InputError: the template refuses the conversation, rewrites the assistant's text or
+                leaves a text out; see `data/shown.py` for the one exception.
         """
         messages, tools, hidden = self._hide_specials(messages, tools)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         text = self._render(messages, tools, answer_next)
+        self._check_shown(text, messages, tools, None if answer_next else len(messages) - 1)
         found: list[Segment] = []
         position = 0
         for turn in turns:
@@ -138,6 +142,15 @@ class ChatEncoder:
             position = end
         found.append(Segment(text[position:], False, hidden))
         return found
+
+    def _check_shown(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Any], last: int | None
+    ) -> None:
+        if lost := left_out(text, messages, tools, last):
+            raise InputError(
+                f"{self._whose} leaves out {lost}; use a template that shows "
+                "it, or take it out of the row"
+            )
 
     def encode(self, rows: Sequence[Sequence[Segment]]) -> list[EncodedRow]:
         """Tokenize the segments of many rows in one call."""
