@@ -242,7 +242,7 @@ def test_relay_rows_end_where_the_path_ends(half_trained):
     h_RKD = h_RKD.expand(-1, -1, models.drafter.dims.hidden_size)
     verified = rounds.VerifiedBlock(
         torch.zeros(3, size).long(), torch.tensor([0, 1, 1]), h_RKD, torch.ones(3, size - 1).long(),
-        torch.tensor([size, 2, 3]),
+        torch.ones(3).bool(), torch.tensor([size, 2, 3]),
     )  # fmt: skip
     rounds.keep_rejected(models, state, verified, h_RKD)
     there = state.rejected.valid_BNK[:, 0].tolist()

@@ -21,7 +21,7 @@ from torch import Tensor
 from dflow_lightning.decode import rounds
 from dflow_lightning.decode.request import Completion, Request, Update
 from dflow_lightning.decode.rounds import Backend, RoundBackend, RoundMode, rounded_length
-from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
+from dflow_lightning.decode.state import NO_TOKEN, NOT_FINITE, DecodeState, Models
 from dflow_lightning.decode.tree import candidate_pairs, check_tree
 from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.stopwatch import RoundTimer
@@ -116,14 +116,19 @@ class Engine:
         # The last block of a full request may pass its end; noise is read one position further.
         self.capacity = max_length + models.verified_tokens + 1
         rejection = acceptance == "rejection" and models.drafter is not None
-        self.state = DecodeState.empty(
-            models, num_slots, self.capacity, max_stop_ids, rejection=rejection
-        )
         self._rejection = rejection
-        self._slots: list[Flight | None] = [None] * num_slots
-        self._queue: deque[Flight] = deque()
+        self._start_over()
         self._ids = itertools.count()
         self.timer = RoundTimer()
+
+    @torch.inference_mode(False)  # slots are released outside of it, too
+    def _start_over(self) -> None:
+        self.state = DecodeState.empty(
+            self.models, self.num_slots, self.capacity, self.max_stop_ids,
+            rejection=self._rejection,
+        )  # fmt: skip
+        self._slots: list[Flight | None] = [None] * self.num_slots
+        self._queue: deque[Flight] = deque()
 
     # ---------------------------------------------------------------- requests
 
@@ -191,6 +196,9 @@ class Engine:
 
         Returns:
             an update for each request that gained tokens or ended.
+
+        Raises:
+            InputError: the target's logits are not finite; all requests are cancelled.
         """
         self.admit()
         updates = self.prefill()  # before the round, which a finished prompt already takes part in
@@ -303,7 +311,8 @@ class Engine:
         stopped_R = (token_R.unsqueeze(1) == state.stop_ids_RM[rows_R]).any(1)
         idle_R = stopped_R | (position_R + 1 >= state.end_R[rows_R])
         state.idle_R[rows_R] = idle_R
-        return torch.stack([token_R, idle_R.long()], dim=1).tolist()
+        status_R = idle_R.long().masked_fill(~rounds.finite(logits_R1V).squeeze(1), NOT_FINITE)
+        return torch.stack([token_R, status_R], dim=1).tolist()
 
     def close_gaps(self) -> None:
         """Move requests from the last slots to free ones, so that a round computes fewer rows."""
@@ -361,6 +370,9 @@ class Engine:
         self, slot: int, flight: Flight, row: list[int], now: float, *, from_round: bool
     ) -> Update:
         *tokens, done = row
+        if done == NOT_FINITE:
+            self._start_over()  # a masked NaN in a cache would still reach the next request
+            raise self.models.target.not_finite()
         gained = [token for token in tokens if token != NO_TOKEN]
         flight.token_ids += gained
         if from_round:  # one of a round's tokens is the bonus token; a prompt's first is no round

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.decode import eagle3, tree
-from dflow_lightning.decode.state import NO_TOKEN, DecodeState, Models
+from dflow_lightning.decode.state import NO_TOKEN, NOT_FINITE, DecodeState, Models
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.drafter import draft_hidden, embed_blocks, embedding, relay_correction
 from dflow_lightning.models.eagle3 import Eagle3Drafter
@@ -81,6 +81,7 @@ class VerifiedBlock:
         num_accepted_R: accepted drafts.
         taps_RKC: the tapped states of every row.
         drafts_RJ: the drafts that rows 1 and up read.
+        finite_R: whether the target's logits are numbers wherever a token is committed.
         num_rows_R: valid rows, if a path of a tree has fewer than K.
     """
 
@@ -88,6 +89,7 @@ class VerifiedBlock:
     num_accepted_R: Tensor
     taps_RKC: Tensor
     drafts_RJ: Tensor
+    finite_R: Tensor
     num_rows_R: Tensor | None = None
 
 
@@ -226,17 +228,35 @@ def verify(models: Models, state: DecodeState, mode: RoundMode, drafts: Drafts) 
             noise_RKC[:, :-1, 1],
             noise_RKC[..., 0],
         )
-        return VerifiedBlock(committed_RK, num_accepted_R, output.taps_BQC, drafts.tokens_RJ)
+        finite_R = finite_to(num_accepted_R, finite(logits_RKV))
+        return VerifiedBlock(
+            committed_RK, num_accepted_R, output.taps_BQC, drafts.tokens_RJ, finite_R
+        )
     chosen_RK = chosen_tokens(logits_RKV, state.sampling, noise_RKC[..., 0], mode)
     if drafts.tree is not None:
-        return along_path(models, state, drafts.tree, chosen_RK, output.taps_BQC)
+        return along_path(
+            models, state, drafts.tree, chosen_RK, output.taps_BQC, finite(logits_RKV)
+        )
     num_accepted_R = accept(drafts.tokens_RJ, chosen_RK[:, :-1])
-    return VerifiedBlock(chosen_RK, num_accepted_R, output.taps_BQC, drafts.tokens_RJ)
+    finite_R = finite_to(num_accepted_R, finite(logits_RKV))
+    return VerifiedBlock(chosen_RK, num_accepted_R, output.taps_BQC, drafts.tokens_RJ, finite_R)
+
+
+def finite(logits_RQV: Tensor) -> Tensor:
+    """`[R, Q]`: whether a token can be chosen; tokens of minus infinity are only never chosen."""
+    return logits_RQV.amax(-1).isfinite()  # NaN is larger than any number here
+
+
+def finite_to(num_accepted_R: Tensor, finite_RK: Tensor) -> Tensor:
+    """`[R]`: whether all rows that a committed token comes from are finite; others may overflow."""
+    slots_K = torch.arange(finite_RK.shape[1], device=finite_RK.device)
+    return (finite_RK | (slots_K > num_accepted_R.unsqueeze(1))).all(1)
 
 
 def along_path(
-    models: Models, state: DecodeState, grown: tree.Tree, chosen_RN: Tensor, taps_RNC: Tensor
-) -> VerifiedBlock:
+    models: Models, state: DecodeState, grown: tree.Tree, chosen_RN: Tensor, taps_RNC: Tensor,
+    finite_RN: Tensor,
+) -> VerifiedBlock:  # fmt: skip
     """Bring the accepted path of a tree into the shape of a chain, also in the target's cache.
 
     So context, relay, carryover and commit need not know of trees. The rejected suffix is the most
@@ -251,6 +271,7 @@ def along_path(
         path.num_accepted_R,
         taps_RNC.gather(1, path.nodes_RK.unsqueeze(-1).expand(-1, -1, taps_RNC.shape[-1])),
         grown.tokens_RN.gather(1, path.nodes_RK[:, 1:]),
+        finite_to(path.num_accepted_R, finite_RN.gather(1, path.nodes_RK)),
         path.length_R,
     )
 
@@ -330,14 +351,20 @@ def commit(state: DecodeState, committed_RK: Tensor, num_accepted_R: Tensor) -> 
 def commit_round(
     models: Models, state: DecodeState, verified: VerifiedBlock
 ) -> tuple[Tensor, Tensor | None]:
-    """Extend the drafter's context and commit; returns the report of `commit` and `h`."""
+    """Extend the drafter's context and commit; returns the report of `commit` and `h`.
+
+    The report's last column is `NOT_FINITE` where the target's logits are no numbers: it goes to
+    the host anyway, so that the check waits for nothing.
+    """
     positions_RK = slot_positions(state.anchor_R, verified.committed_RK.shape[1])
     rows_R = torch.arange(positions_RK.shape[0], device=positions_RK.device)
     h_RKD = extend_context(
         models, state, rows_R, verified.taps_RKC, positions_RK, verified.committed_RK,
         verified.num_accepted_R,
     )  # fmt: skip
-    return commit(state, verified.committed_RK, verified.num_accepted_R), h_RKD
+    report_RK = commit(state, verified.committed_RK, verified.num_accepted_R)
+    report_RK[:, -1].masked_fill_(~verified.finite_R, NOT_FINITE)
+    return report_RK, h_RKD
 
 
 def keep_rejected(

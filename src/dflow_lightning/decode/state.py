@@ -22,6 +22,7 @@ from dflow_lightning.tensors.acceptance import TokenSampling, position_uniforms
 from dflow_lightning.tensors.blocks import KV
 
 NO_TOKEN = -1
+NOT_FINITE = 2  # in the report's last column, where a request goes on (0) or has ended (1)
 
 
 @dataclass(frozen=True)

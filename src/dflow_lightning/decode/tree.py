@@ -83,6 +83,8 @@ def grow(
     wanted, device = num_nodes - 1, logits_RJV.device
     log_RJV = logits_RJV.float().log_softmax(-1).clamp(max=0)
     best_RJW, ids_RJW = log_RJV.topk(wanted, dim=-1)
+    # NaN has no order, and a tree that is none would be read out of bounds.
+    best_RJW = best_RJW.masked_fill(best_RJW.isnan(), 0)
     above_P, child_P = candidate_pairs(num_nodes, device) if pairs_2P is None else pairs_2P
     index_N = torch.arange(num_nodes, device=device)
     index_RM = index_N[1:].expand(log_RJV.shape[0], -1)

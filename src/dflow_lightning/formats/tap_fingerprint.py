@@ -45,6 +45,9 @@ def tap_fingerprint(
 
     Args:
         token_ids: of an earlier fingerprint; by default some spread over the vocabulary.
+
+    Raises:
+        InputError: the target computes NaN or infinity.
     """
     if token_ids is None:
         step = target.vocab_size // NUM_TOKENS
@@ -54,6 +57,8 @@ def tap_fingerprint(
         model = copy.deepcopy(target.model).float()
         exact = FrozenTarget(model, target.tokenizer, target.name)
     states_TD = tapped_states(exact, token_ids, layer_ids)[0, -1].view(len(layer_ids), -1)
+    if not states_TD.isfinite().all():
+        raise exact.not_finite()
     layers = {
         str(index): {"norm": state_D.norm().item(), "values": state_D[:NUM_VALUES].tolist()}
         for index, state_D in zip(layer_ids, states_TD, strict=True)
@@ -67,7 +72,7 @@ def far_layers(recorded: dict[str, Any], found: dict[str, Any]) -> dict[str, flo
     limit = TOLERANCE if recorded["weights"] == found["weights"] else ROUNDED_TOLERANCE
     pairs = {id: (recorded["layers"][id], found["layers"][id]) for id in recorded["layers"]}
     distances = {id: tap_distance(*pair) for id, pair in pairs.items()}
-    return {id: far for id, far in distances.items() if far > limit}
+    return {id: far for id, far in distances.items() if not far <= limit}  # NaN is far, too
 
 
 def tap_distance(recorded: dict[str, Any], found: dict[str, Any]) -> float:

@@ -190,6 +190,19 @@ class FrozenTarget:
             self._fingerprint = weights_fingerprint(self.model.state_dict().items())
         return self._fingerprint
 
+    def not_finite(self) -> InputError:
+        """The error of a target that computes NaN or infinity where logits should be."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        advice = (
+            "give it dtype float32 or bfloat16, whose range is larger"
+            if self.dtype == torch.float16
+            else "its weights are damaged, or were saved in too small a type; save or download the "
+            "model again"
+        )
+        return InputError(
+            f"target: {self.name} in {dtype} computes logits that are not finite; {advice}"
+        )
+
     def to(self, device: torch.device | str) -> FrozenTarget:
         """Move the weights in place; returns the target itself."""
         self.model.to(device)

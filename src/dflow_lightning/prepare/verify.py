@@ -109,7 +109,8 @@ def on_policy(target: FrozenTarget, rows: Dataset, num_rows: int) -> OnPolicy:
     """Compare rows, chosen by the hashes of their ids, with the target's distribution.
 
     Raises:
-        InputError: the rows have no supervised token, or tokens the target does not know.
+        InputError: the rows have no supervised token, or tokens the target does not know; or its
+            logits are not finite.
     """
     names = rows["id"]
     order = sorted(range(len(rows)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
@@ -125,7 +126,8 @@ def on_policy(target: FrozenTarget, rows: Dataset, num_rows: int) -> OnPolicy:
     if not tokens:
         raise InputError("verify: the rows have no supervised token; prepare the data again")
     agreement, logprob, entropy = (sums / tokens).tolist()
-    assert math.isfinite(logprob)
+    if not math.isfinite(logprob):
+        raise target.not_finite()
     return OnPolicy(len(chosen), tokens, agreement, logprob, entropy)
 
 
