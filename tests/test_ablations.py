@@ -8,7 +8,7 @@ import yaml
 
 from dflow_lightning.commandline.recipe import Recipe, read_layers
 from dflow_lightning.errors import InputError
-from dflow_lightning.run.checkpoint import flatten
+from dflow_lightning.tracking.logger import flatten
 
 if TYPE_CHECKING:
     from launch import Launcher

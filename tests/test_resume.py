@@ -21,7 +21,8 @@ from targets import random_target
 
 from dflow_lightning.errors import InputError
 from dflow_lightning.run import checkpoint
-from dflow_lightning.run.checkpoint import filled, require_room
+from dflow_lightning.run.checkpoint import require_room
+from dflow_lightning.run.resume import filled
 
 if TYPE_CHECKING:
     from launch import Launcher

@@ -1,10 +1,8 @@
-"""Which checkpoints a run keeps, how they are written, and what a resume may change."""
+"""Which checkpoints a run keeps, and how they are written."""
 
 import errno
 import shutil
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,33 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dflow_lightning.errors import InputError
 from dflow_lightning.files import recover, remove, take_place
-from dflow_lightning.tracking.callback import KEY, RUN_ID
-from dflow_lightning.tracking.logger import flatten
-from dflow_lightning.training.saved import Checkpoint
 
 CHECKPOINT_FOLDER = "checkpoints"
-# What shapes a training: the same on resume, or its second half is another run.
-TRAINING_KEYS = (
-    "model.",
-    "data.",
-    "rollout.",
-    "seed_everything",
-    "method",
-    "trainer.accumulate_grad_batches",
-    "trainer.gradient_clip_",
-)
-FREE_KEYS = (  # a resume may change these: they do not reach the weights
-    "model.init_from",
-    "model.gradient_checkpointing",
-    "model.attention",
-    "model.target.attn_implementation",
-    "model.target.shard",
-    "data.num_workers",
-    "data.validation",
-    "data.test",
-    "data.limit_",
-)
-PATH_KEYS = ("model.target.path", "data.train")  # compared by name: folders move
 PROCESSES_KEY = "processes"
 COPIES = 3  # of a parameter in a checkpoint: itself and Adam's two moments
 
@@ -253,59 +226,6 @@ def require_room(folder: Path, *, needed: int, free: int, files: int) -> None:
             "being written included); make room, name another run_dir, or lower "
             "checkpoint.save_top_k"
         )
-
-
-@dataclass(frozen=True)
-class SavedRun:
-    """What a checkpoint tells about the run that wrote it."""
-
-    path: Path
-    recipe: dict[str, Any]
-    run_id: str | None
-    tracking_key: str | None
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> "SavedRun":
-        """Read what the tracking callbacks stored beside the weights.
-
-        Raises:
-            InputError: the checkpoint holds no recipe.
-        """
-        path, content = checkpoint.path, checkpoint.content
-        if "recipe" not in content:
-            raise InputError(
-                f"ckpt_path: {path} holds no recipe; `dflow-train fit` did not write it"
-            )
-        return cls(path, content["recipe"], content.get(RUN_ID), content.get(KEY))
-
-    def require_same(self, recipe: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Refuses to resume with a recipe that differs where the training depends on it.
-
-        Args:
-            defaults: values of the keys that the release which saved the recipe did not have.
-        """
-        saved, current = flatten(filled(self.recipe, defaults)), flatten(recipe)
-        for key in sorted(saved.keys() | current.keys()):
-            if not key.startswith(TRAINING_KEYS) or key.startswith(FREE_KEYS):
-                continue
-            old, new = saved.get(key, "null"), current.get(key, "null")
-            if key in PATH_KEYS and Path(old).name == Path(new).name:
-                continue
-            if old != new:
-                raise InputError(
-                    f"ckpt_path: {self.path} was trained with {key} = {old}, this command says "
-                    f"{new}; resume with the same recipe, or start a new run from exported weights "
-                    "with model.init_from"
-                )
-
-
-def filled(recipe: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe with the keys that it lacks, at all depths; one that is null is not lacking."""
-    whole = {**defaults, **recipe}
-    for key, value in recipe.items():
-        if isinstance(value, Mapping) and isinstance(defaults.get(key), Mapping):
-            whole[key] = filled(value, defaults[key])
-    return whole
 
 
 def find_checkpoint(run_dir: Path, name: str) -> Path | None:

@@ -19,14 +19,10 @@ from dflow_lightning.commandline.arguments import OneSentence, spell_out
 from dflow_lightning.commandline.recipe import Recipe
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.errors import InputError, RunError
-from dflow_lightning.run.checkpoint import (
-    CHECKPOINT_FOLDER,
-    Checkpointing,
-    SavedRun,
-    find_checkpoint,
-)
+from dflow_lightning.run.checkpoint import CHECKPOINT_FOLDER, Checkpointing, find_checkpoint
 from dflow_lightning.run.guards import Guards, out_of_memory
 from dflow_lightning.run.progress import RunProgress
+from dflow_lightning.run.resume import SavedRun
 from dflow_lightning.run.signals import GracefulStop, Signals, Stopped
 from dflow_lightning.run.strategy import check_name, check_precision
 from dflow_lightning.run.summary import decoded, print_decoded
@@ -129,7 +125,9 @@ class TrainCLI(LightningCLI):
                 )
                 for one in settings
             )
-            self.resumed.require_same(recipe, defaults)
+            for warning in self.resumed.compare(recipe, defaults):
+                if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                    print(labelled("warning: ", warning, sys.stderr), file=sys.stderr)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer of this run folder, with the record and the progress display."""
