@@ -1,6 +1,7 @@
 """A user's mistakes, through the command line: status 2 and one sentence, never a traceback."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,11 @@ def places(tmp_path_factory, tiny_target_dir: Path, tiny_target: FrozenTarget) -
     truncated = copy_of(tiny_target_dir, root / "truncated")
     weights = truncated / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
+    words = copy_of(tiny_target_dir, root / "words")  # with a token more than rows for it
+    tokenizer.add_tokens([f"word{i}" for i in range(80)])
+    tokenizer.save_pretrained(words)
+    word = {"id": "w", "prompt": "tell me", "answer": "word79 is a word that I know."}
+    (root / "word.jsonl").write_text(json.dumps(word) + "\n")
     return {
         "root": root,
         "rows": tiny_target.vocab_size,
@@ -74,6 +80,7 @@ def places(tmp_path_factory, tiny_target_dir: Path, tiny_target: FrozenTarget) -
         "other": random_target(root / "other", seed=9),
         "larger": copy_of(tiny_target_dir, root / "larger", **six_layers),
         "drafter": export_to(root / "drafter", tiny_target),
+        "words": words,
         "two_taps": export_to(root / "two_taps", tiny_target, target_layer_ids=[0, 1]),
         "one_head": export_to(root / "one_head", tiny_target, num_key_value_heads=1),
         "other_rope": export_to(root / "other_rope", tiny_target, rope_theta=1e4),
@@ -195,6 +202,64 @@ def test_fit_rows_longer_than_the_targets_context(
         "fit", "--config", recipe, *run_options, f"--data.train={places['root']}/long.jsonl"
     )
     refused(done, "context")
+
+
+OUTSIDE = "the text has the token 340 ('word79'), but the target's embedding has 320 rows"
+
+
+def test_f11_a_token_that_the_target_has_no_embedding_for(
+    launch: "Launcher", recipe: Path, run_options: list[str], places: dict[str, object]
+) -> None:
+    """F11: it was an IndexError in the first step, and a failed assertion on a GPU."""
+    rows, words = f"{places['root']}/word.jsonl", str(places["words"])
+    given = [*run_options, f"--model.target.path={words}", "--model.drafter.mask_token_id=259"]
+    done = launch("fit", "--config", recipe, *given, f"--data.train={rows}")
+    refused(done, f"data.train: line 1 of {rows} (id 'w'): {OUTSIDE}")
+    validation = launch("fit", "--config", recipe, *given, f"--data.validation={rows}")
+    refused(validation, f"data.validation: line 1 of {rows} (id 'w'): {OUTSIDE}")
+    refused(launch("inspect", "--data", rows, "--target", words), OUTSIDE)
+    prepare = ["prepare", "--data", rows, "--target", words, "--out", "out"]
+    assert OUTSIDE in launch(*prepare, "--keep_answers").err
+    drafter = ["--target", words, "--drafter", places["drafter"]]
+    refused(launch("decode", *drafter, "--prompt", "word79?"), OUTSIDE)
+    asked = launch.folder / "asked.jsonl"
+    asked.write_text('{"prompt": "word79?"}\n')
+    assert OUTSIDE in launch(*prepare, "--data", asked).err
+    refused(launch("bench", *drafter, "--suite", asked), OUTSIDE)
+    refused(launch("decode", *drafter, "--prompts", asked), OUTSIDE)
+    refused(launch("validate-export", *drafter, "--suite", asked), OUTSIDE)
+
+
+def test_f11_prepared_rows_are_checked_when_the_target_is_known(
+    launch: "Launcher", recipe: Path, run_options: list[str], places: dict[str, object]
+) -> None:
+    """F11: a folder that holds a tokenizer alone does not say how many tokens a target has."""
+    alone = launch.folder / "tokenizer"
+    AutoTokenizer.from_pretrained(places["words"]).save_pretrained(alone)
+    prepare = ["prepare", "--data", f"{places['root']}/word.jsonl", "--target", alone]
+    assert launch(*prepare, "--out", "out", "--keep_answers").status == 0
+    given = [*run_options, f"--model.target.path={places['words']}", "--data.train=out"]
+    done = launch("fit", "--config", recipe, *given, "--model.drafter.mask_token_id=259")
+    refused(done, f"data.train: row 1 of out: {OUTSIDE}")
+
+
+def test_f27_an_answer_that_the_context_cuts_is_said_once(
+    launch: "Launcher", places: dict[str, object]
+) -> None:
+    """F27: a limit was lowered without a word."""
+    asked = launch.folder / "asked.jsonl"
+    asked.write_text('{"prompt": "One?"}\n{"prompt": "Two?"}\n')
+    given = ["--target", places["target"], "--drafter", places["drafter"]]
+    said = (
+        r"warning: prompt and answer may take 5,0\d\d tokens, but the context of .* ends at 512, "
+        "and so do the answers; give fewer max_new_tokens\n"
+    )
+    for command in (["decode", "--prompts"], ["bench", "--suite"]):
+        done = launch(*command, asked, *given, "--max_new_tokens", "5000")
+        assert done.status == 0
+        assert len(re.findall(said, done.err)) == 1
+        done = launch(*command, asked, *given, "--max_new_tokens", "8")
+        assert "warning" not in done.err
 
 
 def test_fit_without_its_recipe_file(launch: "Launcher") -> None:

@@ -284,7 +284,7 @@ def test_a_special_token_inside_an_answer_is_a_reject(
 
     for bad, sentence in (
         (start, "'<|im_start|>' stands inside it"),
-        (len(target.tokenizer), "is outside the tokenizer's"),
+        (len(target.tokenizer), "is outside the target's"),
     ):
 
         def answer(token_ids, finished, bad=bad):

@@ -201,7 +201,7 @@ def warm_up(
     start = time.perf_counter()
     target = arms[0].decoder.target
     longest = max(len(prompt.token_ids) for prompt in prompts) + settings.max_new_tokens
-    longest = min(longest, target.config.max_position_embeddings)
+    longest = target.within_context(longest)
     brief = min(settings.max_new_tokens, WARM_UP_TOKENS)
     modes = [RoundMode(sampled=sampled) for sampled in {t > 0 for t in settings.temperature}]
     for arm in arms:

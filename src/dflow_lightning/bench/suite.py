@@ -159,7 +159,9 @@ def read_suite(choice: SuiteChoice, target: FrozenTarget, decoder: SpeculativeDe
     Raises:
         InputError: the suite cannot be read, or a prompt does not fit.
     """
-    encoder = ChatEncoder(target.tokenizer, enable_thinking=choice.thinking)
+    encoder = ChatEncoder(
+        target.tokenizer, enable_thinking=choice.thinking, vocab_size=target.vocab_size
+    )
     room = target.config.max_position_embeddings - 1
 
     def answer(prompts: list[list[int]]) -> list[str]:
@@ -193,6 +195,7 @@ def read_suite(choice: SuiteChoice, target: FrozenTarget, decoder: SpeculativeDe
         target.tokenizer,
         path,
         enable_thinking=choice.thinking,
+        vocab_size=target.vocab_size,
         per_family=choice.per_family if choice.limit is None else choice.limit,
         max_length=room,
         field="suite",

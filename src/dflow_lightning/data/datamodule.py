@@ -21,7 +21,7 @@ from dflow_lightning.data.token_rows import (
     RowSource,
     TokenRows,
 )
-from dflow_lightning.data.tokenizer import load_tokenizer
+from dflow_lightning.data.tokenizer import embedding_rows, load_tokenizer
 from dflow_lightning.data.turns import Supervise
 from dflow_lightning.errors import InputError
 
@@ -236,6 +236,7 @@ class ChatDataModule(LightningDataModule):
         if isinstance(rows, PreparedRows):
             folder = rows.folder
             self._check_lengths(rows, lambda row: f"data.{split}: row {row + 1} of {folder}")
+            self._check_tokens(rows, lambda row: f"data.{split}: row {row + 1} of {folder}")
             return rows if limit is None else rows.in_memory(self._first(rows, split, limit))
         rows = rows if limit is None else first_per_family(rows, limit)
         encoded = encode_rows(self._chat_encoder(), rows, self.supervise)
@@ -248,6 +249,7 @@ class ChatDataModule(LightningDataModule):
             self._encoder = ChatEncoder(
                 load_tokenizer(self.tokenizer_path),
                 enable_thinking=self.enable_thinking,
+                vocab_size=embedding_rows(self.tokenizer_path),
             )
         return self._encoder
 
@@ -257,6 +259,16 @@ class ChatDataModule(LightningDataModule):
                 for held_out in self._read(split):
                     for train in self._read("train"):
                         check_disjoint(train, held_out, self._chat_encoder, f"data.{split}")
+
+    def _check_tokens(self, rows: RowSource, where: Callable[[int], str]) -> None:
+        encoder = self._chat_encoder()
+        if not encoder.may_exceed:
+            return  # nothing on the disk is read
+        for row in range(len(rows)):
+            try:
+                encoder.check_tokens(rows.read(row)[0].tolist())
+            except InputError as error:
+                raise InputError(f"{where(row)}: {error}") from error
 
     def _check_lengths(self, rows: RowSource, where: Callable[[int], str]) -> None:
         """`where` names a row."""

@@ -14,7 +14,7 @@ from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.conversations import Conversation, Reject, parse_conversations
 from dflow_lightning.data.prepared import is_prepared, open_prepared, read_manifest
 from dflow_lightning.data.template import ChatEncoder, EncodedRow
-from dflow_lightning.data.tokenizer import load_tokenizer, tokenizer_sha256
+from dflow_lightning.data.tokenizer import embedding_rows, load_tokenizer, tokenizer_sha256
 from dflow_lightning.data.turns import Supervise, written_rows
 from dflow_lightning.errors import InputError
 from dflow_lightning.tensors.blocks import draw_anchors
@@ -63,7 +63,7 @@ def inspect_command(
     if target is None:
         raise InputError("target is missing: give --target")
     tokenizer = load_tokenizer(target, "target")
-    encoder = ChatEncoder(tokenizer, enable_thinking=thinking)
+    encoder = ChatEncoder(tokenizer, enable_thinking=thinking, vocab_size=embedding_rows(target))
     try:
         show_conversation(f"row {row} of {data}", conversation, encoder, supervise, put=put)
     except InputError as error:

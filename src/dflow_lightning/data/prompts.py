@@ -34,6 +34,7 @@ def read_prompts(
     path: Path,
     *,
     enable_thinking: bool = False,
+    vocab_size: int | None = None,
     per_family: int | None = None,
     max_length: int | None = None,
     field: str = "prompts",
@@ -41,6 +42,7 @@ def read_prompts(
     """Prompts of a file of conversations, which need no answer; a repeated prompt counts once.
 
     Args:
+        vocab_size: rows of the target's embedding.
         per_family: take that many of each family (`first_per_family`).
         max_length: longest prompt allowed, in tokens.
         field: the setting that named the file, for messages.
@@ -49,7 +51,8 @@ def read_prompts(
         InputError: the file, a row of it or the tokenizer does not fit.
     """
     rows = first_per_family(read_conversations(path, field=field, need_answer=False), per_family)
-    prompts = make_prompts(ChatEncoder(tokenizer, enable_thinking=enable_thinking), rows)
+    encoder = ChatEncoder(tokenizer, enable_thinking=enable_thinking, vocab_size=vocab_size)
+    prompts = make_prompts(encoder, rows)
     for row, prompt in zip(rows, prompts, strict=True):
         if max_length is not None and len(prompt.token_ids) > max_length:
             raise InputError(

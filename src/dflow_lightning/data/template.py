@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -66,19 +67,27 @@ def render_prompt(
     *,
     enable_thinking: bool = False,
     tools: Sequence[Any] = (),
+    vocab_size: int | None = None,
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant's next answer begins."""
-    return ChatEncoder(tokenizer, enable_thinking=enable_thinking).prompt(messages, tools)
+    encoder = ChatEncoder(tokenizer, enable_thinking=enable_thinking, vocab_size=vocab_size)
+    return encoder.prompt(messages, tools)
 
 
 class ChatEncoder:
     """The chat template of one tokenizer with its settings; make one and encode many rows.
 
+    Args:
+        vocab_size: rows of the target's embedding, which may be fewer than the tokenizer's tokens;
+            None where no target is known.
+
     Raises:
         InputError: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: Any, *, enable_thinking: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, *, enable_thinking: bool = False, vocab_size: int | None = None
+    ) -> None:
         name = getattr(tokenizer, "name_or_path", "")
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
@@ -94,6 +103,7 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self._whose = f"the chat template of {name}" if name else "the chat template"
         self.enable_thinking = enable_thinking
+        self.vocab_size = vocab_size
         added = tokenizer.added_tokens_decoder
         special = (token.content for token in added.values() if token.special)
         # The longest first: one spelling may contain another.
@@ -153,7 +163,11 @@ class ChatEncoder:
             )
 
     def encode(self, rows: Sequence[Sequence[Segment]]) -> list[EncodedRow]:
-        """Tokenize the segments of many rows in one call."""
+        """Tokenize the segments of many rows in one call.
+
+        Raises:
+            InputError: a token is not in the target's embedding.
+        """
         ids_of = iter(self._tokenize([segment for row in rows for segment in row]))
         encoded = []
         for row in rows:
@@ -164,7 +178,29 @@ class ChatEncoder:
                     [supervised for ids, supervised in parts for _ in ids],
                 )
             )
+        for one in encoded:
+            self.check_tokens(one.input_ids)
         return encoded
+
+    @cached_property
+    def _largest(self) -> int:
+        return max(self.tokenizer.get_vocab().values(), default=-1)
+
+    @property
+    def may_exceed(self) -> bool:
+        """Whether the tokenizer has tokens that the target's embedding lacks."""
+        return self.vocab_size is not None and self._largest >= self.vocab_size
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raise `InputError` for a token that is not in the target's embedding."""
+        token = int(max(token_ids, default=-1))
+        if token < (self.vocab_size or token + 1):
+            return
+        raise InputError(
+            f"the text has the token {token} ({self.tokenizer.convert_ids_to_tokens(token)!r}), "
+            f"but the target's embedding has {self.vocab_size} rows; take it out of the text, or "
+            "give the target its own tokenizer"
+        )
 
     def _render(
         self,

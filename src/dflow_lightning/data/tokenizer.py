@@ -64,6 +64,19 @@ def stop_token_ids(target: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def embedding_rows(target: str) -> int | None:
+    """Rows of a target's embedding by its config; None where there is none, or none that is read.
+
+    A folder with a tokenizer alone has no config.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(target).get_text_config().vocab_size
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 def end_token_id(encoder: ChatEncoder, stop_ids: Sequence[int], *, strict: bool = True) -> int:
     """The token that the template ends an answer with.
 

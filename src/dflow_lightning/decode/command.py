@@ -140,7 +140,7 @@ def read_requests(
     prompt: str | None, prompts: Path | None, target: FrozenTarget, thinking: bool
 ) -> list[Prompt]:
     """The one prompt, or those of the file in its order; all of them are known to fit."""
-    encoder = ChatEncoder(target.tokenizer, enable_thinking=thinking)
+    encoder = ChatEncoder(target.tokenizer, enable_thinking=thinking, vocab_size=target.vocab_size)
     if prompts is not None:
         rows = read_conversations(prompts, field="prompts", need_answer=False, keep_repeats=True)
         requests = make_prompts(encoder, rows)

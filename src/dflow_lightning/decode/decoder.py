@@ -70,7 +70,10 @@ class SpeculativeDecoder:
 
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages = check_messages(given, "prompt")
-        return render_prompt(self.target.tokenizer, messages, enable_thinking=enable_thinking)
+        return render_prompt(
+            self.target.tokenizer, messages, enable_thinking=enable_thinking,
+            vocab_size=self.target.vocab_size,
+        )  # fmt: skip
 
     def text(self, completion: Completion) -> str:
         """An answer's text, without special tokens."""
@@ -259,8 +262,8 @@ class SpeculativeDecoder:
 
     def _longest(self, requests: list[Request]) -> int:
         """Tokens of the longest prompt and answer together, as far as the context goes."""
-        limit = self.target.config.max_position_embeddings
-        return min(limit, max(len(one.prompt_ids) + one.max_new_tokens for one in requests))
+        longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
+        return self.target.within_context(longest)
 
 
 def load_decoder(

@@ -88,7 +88,9 @@ def validate_export_command(
     path = suite_path(suite, target)
     frozen = FrozenTarget.load(target, device=chosen, dtype=dtype)
     limit = frozen.config.max_position_embeddings - 1
-    prompts = read_prompts(frozen.tokenizer, path, max_length=limit, field="suite")
+    prompts = read_prompts(
+        frozen.tokenizer, path, vocab_size=frozen.vocab_size, max_length=limit, field="suite"
+    )
     subject = Subject(
         drafter,
         frozen,

@@ -164,6 +164,7 @@ def training_prompts(subject: Subject, settings: dict[str, Any]) -> list[Prompt]
                 subject.target.tokenizer,
                 path,
                 enable_thinking=settings["enable_thinking"],
+                vocab_size=subject.target.vocab_size,
                 per_family=settings["per_family"],
             )
     raise SkippedError(

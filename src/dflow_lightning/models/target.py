@@ -25,6 +25,7 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.models.device import choose_dtype
 from dflow_lightning.models.fingerprint import weights_fingerprint
 from dflow_lightning.models.slot_cache import SlotCache
+from dflow_lightning.terminal import labelled
 
 # What transformers raises for files that are missing, damaged, or of no model that it knows.
 UNREADABLE = (
@@ -51,6 +52,7 @@ class FrozenTarget:
         self.tokenizer = tokenizer
         self.name = name
         self.sharded = False
+        self._context_said = False
         self.config = model.config.get_text_config()
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
@@ -202,6 +204,20 @@ class FrozenTarget:
         return InputError(
             f"target: {self.name} in {dtype} computes logits that are not finite; {advice}"
         )
+
+    def within_context(self, length: int) -> int:
+        """A length in tokens, at most the context; says once where it had to be lowered."""
+        limit = self.config.max_position_embeddings
+        ranked = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if length > limit and not self._context_said:
+            self._context_said = True
+            if not ranked or torch.distributed.get_rank() == 0:
+                text = (
+                    f"prompt and answer may take {length:,} tokens, but the context of {self.name} "
+                    f"ends at {limit:,}, and so do the answers; give fewer max_new_tokens"
+                )
+                print(labelled("warning: ", text, sys.stderr), file=sys.stderr)
+        return min(length, limit)
 
     def to(self, device: torch.device | str) -> FrozenTarget:
         """Move the weights in place; returns the target itself."""

@@ -13,6 +13,7 @@ from dflow_lightning.data.conversations import open_source
 from dflow_lightning.data.prepared import is_prepared, read_manifest
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.tokenizer import (
+    embedding_rows,
     end_token_id,
     load_tokenizer,
     stop_token_ids,
@@ -163,7 +164,8 @@ def _about(
     keep_answers: bool,
 ) -> dict[str, Any]:
     """What of a `Preparation` follows from the target: template, end tokens, and who answers."""
-    encoder = ChatEncoder(tokenizer, enable_thinking=target.thinking)
+    vocabulary = model.vocab_size if model else embedding_rows(target.target)
+    encoder = ChatEncoder(tokenizer, enable_thinking=target.thinking, vocab_size=vocabulary)
     stop_ids = model.stop_token_ids if model else stop_token_ids(target.target, tokenizer)
     end_id = end_token_id(encoder, stop_ids, strict=not keep_answers)
     generator: Generator | None = None

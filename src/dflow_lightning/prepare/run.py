@@ -316,7 +316,7 @@ class RowMaker:
         tokenizer = encoder.tokenizer
         written = {tokenizer.get_vocab().get(text) for text in ASSISTANT_TOKENS}
         self._special = frozenset(tokenizer.all_special_ids) - written
-        self._size = len(tokenizer)
+        self._size = min(len(tokenizer), encoder.vocab_size or len(tokenizer))
         names = ("rows", "tokens", "supervised_tokens", "anchors", "unfinished", "from_text")
         self.counts = Counter(dict.fromkeys((*names, "without_anchors", "cut"), 0))
 
@@ -384,7 +384,7 @@ class RowMaker:
                 continue
             if token >= self._size:
                 size = self._size
-                return f"token {token} is outside the tokenizer's {size} tokens, like a mask token"
+                return f"token {token} is outside the target's {size} tokens, like a mask token"
             ends = i == last or not mask[i + 1]
             if token in self._special and not (ends and token in self._stop_ids):
                 return f"{self.encoder.tokenizer.convert_ids_to_tokens(token)!r} stands inside it"

@@ -118,7 +118,10 @@ def serve_check_command(
     decoder = SpeculativeDecoder.from_export(drafter, frozen)
     limit = frozen.config.max_position_embeddings - max_new_tokens
     limit -= 2 * decoder.drafter.dims.block_size
-    prompts = interleaved(read_prompts(frozen.tokenizer, path, max_length=limit, field="suite"))
+    found = read_prompts(
+        frozen.tokenizer, path, vocab_size=frozen.vocab_size, max_length=limit, field="suite"
+    )
+    prompts = interleaved(found)
     check = ServeCheck(decoder, prompts[:num_prompts], max_new_tokens, concurrency)
     settings = ServerSettings(
         python=python.absolute(),
