@@ -18,6 +18,7 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.run.fit import default_run_dir, recipe_parser
 from dflow_lightning.run.resume import SavedRun, rule_of
 from dflow_lightning.training.base import Method
+from dflow_lightning.training.validation import ValidationDecoding
 
 if TYPE_CHECKING:
     from launch import Launcher
@@ -144,7 +145,7 @@ def test_explain_and_nearest() -> None:
         (["--trainer.accelerator=gpu"], "trainer: No supported gpu backend"),
         (["--ckpt_path=nowhere.ckpt"], "ckpt_path: nowhere.ckpt does not exist"),
         (["--ckpt_path=last"], "ckpt_path: last (runs/small/checkpoints/last.ckpt) does not exist"),
-        (["--validation.batch_size=0"], "validation.max_new_tokens and validation.batch_size"),
+        (["--validation.batch_size=0"], "validation.batch_size is 0; give 1 or more"),
         (["--checkpoint.monitor=val/tua"], "checkpoint.monitor is val/tua, which is not logged"),
     ],
 )
@@ -270,6 +271,12 @@ def test_f34_what_a_resume_does_with_a_changed_value(key, old, new, said) -> Non
     warnings = saved.compare({section: {name: new}}, {})
     assert len(warnings) == bool(said)
     assert all(one.startswith(f"{key} was ") and said in one for one in warnings)
+
+
+def test_f44_a_validation_of_one_token_measures_nothing() -> None:
+    """F44: the first token comes with the prompt, so that tau was 1 whatever the drafter."""
+    with pytest.raises(InputError, match=r"validation\.max_new_tokens is 1; give 2 or more"):
+        ValidationDecoding(max_new_tokens=1)
 
 
 @pytest.mark.parametrize("method", ["block", "eagle3"])

@@ -99,6 +99,9 @@ def train(
         RunError: the run could not go on, or the process was told to end; a checkpoint is written.
         KeyboardInterrupt: after Ctrl-C or the notebook's stop button; a checkpoint is written.
     """
+    given: Any = settings
+    if given is not None and not isinstance(given, Mapping):
+        raise InputError(f"settings is {settings!r}; give a dict of values by dotted key")
     args = arguments(recipe, dict(settings or {}), run_dir, resume)
     with settings_of_torch_kept():
         try:
@@ -125,9 +128,9 @@ def arguments(
     resume: str | Path | None = None,
 ) -> list[str]:
     """The command line of a training, after its `fit`."""
-    recipes = [recipe] if isinstance(recipe, str | Path) else list(recipe)
+    recipes = [recipe] if isinstance(recipe, str | Path) else list(recipe or ())
     if not recipes:
-        raise InputError("recipe is empty; give the path of a recipe")
+        raise InputError(f"recipe is {recipe!r}; give the path of a recipe")
     for path in map(Path, recipes):
         if not path.is_file():
             raise InputError(

@@ -1,5 +1,6 @@
 """The data module as a whole, under Lightning's own trainer where that matters."""
 
+import re
 from pathlib import Path
 
 import jsonargparse
@@ -225,6 +226,24 @@ def test_row_whose_answer_has_no_token(make_data, with_template, tmp_path):
     odd.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"line 1 of .* \(id 'row-0'\): no token is supervised"):
         make_data(tokenizer=str(tmp_path)).setup("fit")
+
+
+def test_f44_rows_in_which_no_block_can_begin(make_data, with_template, write, tmp_path, capsys):
+    """F44: a training on such rows alone finished at a loss of 0.000."""
+    with_template("{% for m in messages %}{{ m.content }}{% endfor %}").save_pretrained(tmp_path)
+    short = [{"id": f"s{i}", "prompt": f"Is {i} odd?", "response": "y"} for i in range(2)]
+    long = {"id": "l", "prompt": "Is 5 odd?", "response": "yes"}
+    for rows, bare, first in (([*short], 2, 1), ([long, *short], 2, 2)):
+        data = make_data(train=write(*rows, name="answers.jsonl"), tokenizer=str(tmp_path))
+        said = rf"data.train: line {first} of .* has no two supervised tokens side by side, .*; "
+        said += f"{bare} of {len(rows)} rows are like it; "
+        if long in rows:
+            data.setup("fit")
+            err = " ".join(capsys.readouterr().err.split())
+            assert re.search(f"warning: {said}nothing is learned from them", err)
+        else:
+            with pytest.raises(InputError, match=f"{said}give longer answers"):
+                data.setup("fit")
 
 
 def test_arguments_are_read_from_the_signature(tmp_path):

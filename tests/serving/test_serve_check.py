@@ -30,6 +30,8 @@ def test_the_command_of_the_page_is_understood(
     assert f"python: {missing} does not exist" in capsys.readouterr().err
     assert main([*shlex.split(line[1]), "--num_prompts", "0"]) == 2
     assert "num_prompts is 0; give 1 or more" in capsys.readouterr().err
+    assert main([*shlex.split(line[1]), "--max_new_tokens", "1"]) == 2  # F44, as in bench
+    assert "max_new_tokens is 1; give 2 or more" in capsys.readouterr().err
 
 
 def test_the_server_of_the_page_is_the_one_that_is_started() -> None:

@@ -195,15 +195,15 @@ def read_conversations(
         raise InputError(f"{field}: {path} is empty; it needs at least one row")
     if repeats:
         line, earlier = repeats[0]
-        _warn(
+        warn(
             f"{field}: {len(repeats)} of {len(ids)} rows of {path} repeat an earlier row and are "
             f"left out, the first on line {line} (as line {earlier})"
         )
     return rows
 
 
-def _warn(text: str) -> None:
-    """Once a run, not once a process."""
+def warn(text: str) -> None:
+    """Print a warning of the data once a run, not once a process."""
     from lightning.pytorch.utilities import rank_zero_only
 
     rank_zero_only(lambda: print(labelled("warning: ", text, sys.stderr), file=sys.stderr))()
@@ -225,6 +225,9 @@ def check_messages(messages: Sequence[Mapping[str, Any]], name: str) -> list[dic
     Raises:
         InputError: they do not make a conversation.
     """
+    given: Any = messages
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise InputError(f"{name} is {messages!r}; give a text, or a list of messages")
     try:
         return to_conversation({"messages": list(messages)}, "").messages
     except RejectedError as error:

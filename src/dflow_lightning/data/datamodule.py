@@ -9,7 +9,7 @@ import torch.distributed
 from lightning.pytorch import LightningDataModule
 
 from dflow_lightning.data.batches import HeldOutLoader, TrainLoader
-from dflow_lightning.data.conversations import Conversation
+from dflow_lightning.data.conversations import Conversation, warn
 from dflow_lightning.data.prompts import Prompt, first_per_family, make_prompts, prepared_prompts
 from dflow_lightning.data.sets import check_disjoint, check_manifest, encode_rows, read_set
 from dflow_lightning.data.tasks import TaskName, task_prompts
@@ -242,6 +242,14 @@ class ChatDataModule(LightningDataModule):
         encoded = encode_rows(self._chat_encoder(), rows, self.supervise)
         tokens = TokenRows.pack([row.tokens for row in encoded], (row.id for row in encoded))
         self._check_lengths(tokens, lambda row: encoded[row].where)
+        if len(bare := tokens.without_anchor()):
+            said = (
+                f"{encoded[int(bare[0])].where} has no two supervised tokens side by side, so no "
+                f"block can begin in it; {len(bare)} of {len(tokens)} rows are like it"
+            )
+            if len(bare) == len(tokens):
+                raise InputError(f"{said}; give longer answers")
+            warn(f"{said}; nothing is learned from them")
         return tokens
 
     def _chat_encoder(self) -> ChatEncoder:

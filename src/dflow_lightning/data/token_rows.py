@@ -104,6 +104,13 @@ class TokenRows:
         """What a row is called."""
         return self.ids[row]
 
+    def without_anchor(self) -> np.ndarray:
+        """Numbers of the rows with no two supervised tokens in a row, where no block can begin."""
+        eligible = np.append(self.loss_mask[:-1] & self.loss_mask[1:], False)
+        eligible[self.offsets[1:] - 1] = False  # the next token is another row's
+        found = np.add.reduceat(eligible, self.offsets[:-1], dtype=np.int64)
+        return np.nonzero(found == 0)[0]
+
 
 class RowName(NamedTuple):
     """A row of a prepared folder: what it is called and where it stands."""

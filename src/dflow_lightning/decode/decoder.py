@@ -6,14 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflow_lightning.decode.engine import Acceptance, Engine
+from dflow_lightning.decode.engine import STOP_IDS, Acceptance, Engine
 from dflow_lightning.decode.request import Answer, Completion, Request, Update
 from dflow_lightning.decode.rounds import Backend, RoundBackend
 from dflow_lightning.decode.state import Models
 from dflow_lightning.decode.tree import check_tree_settings
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.formats.drafter_folder import load_export
 from dflow_lightning.formats.relay_folder import read_config
+from dflow_lightning.models.device import choose_device
 from dflow_lightning.models.eagle3 import AnyDrafter
 from dflow_lightning.models.relay import Relay
 from dflow_lightning.models.target import FrozenTarget
@@ -132,8 +133,13 @@ class SpeculativeDecoder:
         acceptance: Acceptance = "match",
         backend: Backend = "eager",
         tree_nodes: int | None = None,
+        max_stop_ids: int = STOP_IDS,
     ) -> Engine:
-        """An engine of this decoder; the last one of each kind is kept and used again."""
+        """An engine of this decoder; the last one of each kind is kept and used again.
+
+        Args:
+            max_stop_ids: stop tokens that a request brings; the target's own have room anyway.
+        """
         if backend == "package" and not speculative:
             raise InputError(
                 "backend is package, which drafts; choose eager or compiled for plain decoding"
@@ -142,7 +148,12 @@ class SpeculativeDecoder:
         check_tree_settings(tree_nodes, acceptance, backend, speculative=speculative)
         kind = (speculative, use_rejected and self.keeps_rejected, acceptance, backend, tree_nodes)
         engine = self._engines.get(kind)
-        if engine is None or engine.num_slots != num_slots or engine.max_length < max_length:
+        if (
+            engine is None
+            or engine.num_slots != num_slots
+            or engine.max_length < max_length
+            or engine.max_stop_ids < max_stop_ids
+        ):
             limit = self.target.config.max_position_embeddings
             rounded = min(-(-max_length // CAPACITY_STEP) * CAPACITY_STEP, limit)
             engine = Engine(
@@ -152,6 +163,7 @@ class SpeculativeDecoder:
                 acceptance=acceptance,
                 backend=self._packaged() if backend == "package" else backend,
                 tree_nodes=tree_nodes,
+                max_stop_ids=max(max_stop_ids, len(self.target.stop_token_ids)),
             )
             self._engines[kind] = engine
         return engine
@@ -199,7 +211,8 @@ class SpeculativeDecoder:
             timer: is given the seconds of each part of each round.
 
         Raises:
-            InputError: an empty prompt, or one that leaves no room in the target's context.
+            InputError: an empty prompt, one that leaves no room in the target's context, another
+                number of seeds than of prompts, or a value that is none of its option's.
         """
         requests = self.requests(
             prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
@@ -224,7 +237,10 @@ class SpeculativeDecoder:
         Args:
             options: those of `engine`, but for `num_slots` and `max_length`.
         """
-        engine = self.engine(num_slots=1, max_length=self._longest([request]), **options)
+        engine = self.engine(
+            num_slots=1, max_length=self._longest([request]), max_stop_ids=_most_stops([request]),
+            **options,
+        )  # fmt: skip
         number = engine.submit(request)
         try:
             while engine.busy:
@@ -234,8 +250,17 @@ class SpeculativeDecoder:
 
     @staticmethod
     def requests(prompts: list[list[int]], seeds: list[int] | None, **settings) -> list[Request]:
-        """One request a prompt, with settings in common."""
+        """One request a prompt, with settings in common.
+
+        Raises:
+            InputError: another number of seeds, or a prompt or setting that is none.
+        """
         seeds = list(range(len(prompts))) if seeds is None else seeds
+        given: Any = seeds
+        if not isinstance(given, Sequence) or len(given) != len(prompts):
+            raise InputError(
+                f"seeds is {seeds} for {len(prompts)} prompts; give a list with one seed a prompt"
+            )
         return [
             Request(prompt_ids=prompt, seed=seed, **settings)
             for prompt, seed in zip(prompts, seeds, strict=True)
@@ -256,7 +281,11 @@ class SpeculativeDecoder:
         """
         if not requests:
             return []
-        engine = self.engine(num_slots=batch_size, max_length=self._longest(requests), **options)
+        check_counts(batch_size=batch_size)
+        engine = self.engine(
+            num_slots=batch_size, max_length=self._longest(requests),
+            max_stop_ids=_most_stops(requests), **options,
+        )  # fmt: skip
         engine.timer = timer or RoundTimer()
         return engine.run(requests)
 
@@ -264,6 +293,10 @@ class SpeculativeDecoder:
         """Tokens of the longest prompt and answer together, as far as the context goes."""
         longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
         return self.target.within_context(longest)
+
+
+def _most_stops(requests: Sequence[Request]) -> int:
+    return max(STOP_IDS, *(len(one.stop_token_ids or ()) for one in requests))
 
 
 def load_decoder(
@@ -292,6 +325,8 @@ def load_decoder(
     config = read_config(Path(drafter) / "config.json")  # before a large target is loaded
     if target is None:
         target = ((config.get("dflow_config") or {}).get("target") or {}).get("name")
+    if not isinstance(target, FrozenTarget):
+        choose_device(device)
     if target is None:
         raise InputError(f"target is missing: {drafter} names none; give its hub id or folder")
     if not isinstance(target, FrozenTarget):

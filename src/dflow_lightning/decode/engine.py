@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from dflow_lightning.stopwatch import RoundTimer
 from dflow_lightning.tensors.acceptance import TokenSampling
 
 Acceptance = Literal["match", "rejection"]
+STOP_IDS = 16  # room for stop tokens of a request that brings its own
 ROUND_MODES = (RoundMode(), RoundMode(sampled=True), RoundMode(sampled=True, filtered=True))
 
 
@@ -83,7 +84,7 @@ class Engine:
         tree_nodes: tokens that the target verifies in a round, the anchor among them, as a tree of
             the most probable drafts; None is a chain of the block's.
         prefill_chunk: prompt tokens a request reads between two rounds.
-        max_stop_ids: stop tokens a request may have.
+        max_stop_ids: stop tokens a request may have; None is room for the target's own, and 16.
     """
 
     def __init__(
@@ -96,10 +97,14 @@ class Engine:
         backend: Backend | RoundBackend = "eager",
         tree_nodes: int | None = None,
         prefill_chunk: int = 512,
-        max_stop_ids: int = 16,
+        max_stop_ids: int | None = None,
     ) -> None:
         limit = models.target.config.max_position_embeddings
-        check_counts(num_slots=num_slots, prefill_chunk=prefill_chunk)
+        check_counts(
+            num_slots=num_slots, prefill_chunk=prefill_chunk, max_stop_ids=max_stop_ids
+        )  # fmt: skip
+        if acceptance not in get_args(Acceptance):
+            raise InputError(f"acceptance is {acceptance}; choose match or rejection")
         if not 2 <= max_length <= limit:
             raise InputError(
                 f"max_length is {max_length}; give 2 up to the target's context of {limit}"
@@ -111,7 +116,8 @@ class Engine:
                 tree_pairs=candidate_pairs(tree_nodes, models.target.device),
             )  # fmt: skip
         self.models, self.num_slots, self.max_length = models, num_slots, max_length
-        self.prefill_chunk, self.max_stop_ids = prefill_chunk, max_stop_ids
+        self.prefill_chunk = prefill_chunk
+        self.max_stop_ids = max_stop_ids or max(STOP_IDS, len(models.target.stop_token_ids))
         self.backend = RoundBackend(backend) if isinstance(backend, str) else backend
         # The last block of a full request may pass its end; noise is read one position further.
         self.capacity = max_length + models.verified_tokens + 1

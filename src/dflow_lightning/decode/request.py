@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from dflow_lightning.errors import InputError, check_counts
+from dflow_lightning.errors import InputError, check_counts, is_number, is_whole
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.tensors.metrics import acceptance_summary
+
+INT64 = 2**63  # torch takes seeds and counts below it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +38,26 @@ class Request:
     def __post_init__(self) -> None:
         """Raise `InputError` for a setting out of its range."""
         check_counts(max_new_tokens=self.max_new_tokens)
-        if not 0 <= self.temperature < float("inf"):
+        if not is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
             raise InputError(
-                f"temperature is {self.temperature}; give 0 for greedy decoding or a positive "
+                f"temperature is {self.temperature!r}; give 0 for greedy decoding or a positive "
                 "number"
             )
-        if self.top_k < 0:
-            raise InputError(f"top_k is {self.top_k}; give 0 for all tokens, or 1 or more")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}; give a number above 0, up to 1")
+        if not is_whole(self.top_k) or not 0 <= self.top_k < INT64:
+            raise InputError(f"top_k is {self.top_k!r}; give 0 for all tokens, or 1 or more")
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p!r}; give a number above 0, up to 1")
+        if not is_whole(self.seed) or not -INT64 <= self.seed < INT64:
+            raise InputError(f"seed is {self.seed!r}; give a whole number of at most 63 bits")
+        if not _are_ids(self.prompt_ids):
+            raise InputError(
+                f"prompt: {_brief(self.prompt_ids)} is no list of token ids; encode a text first, "
+                "and give a tensor as tensor.tolist()"
+            )
+        if self.stop_token_ids is not None and not _are_ids(self.stop_token_ids):
+            raise InputError(
+                f"stop_token_ids is {_brief(self.stop_token_ids)}; give a tuple of token ids"
+            )
 
     def check(self, target: FrozenTarget, max_length: int) -> None:
         """Raise `InputError` for a prompt that is empty, does not fit or is of another target."""
@@ -59,6 +74,20 @@ class Request:
                 f"prompt: token id {outside[0]} is outside the vocabulary of {target.vocab_size}; "
                 "encode the prompt with the target's tokenizer"
             )
+
+
+def _are_ids(value: Any) -> bool:
+    """Tensors are none: they have no truth value, and each entry would wait for the device."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str | bytes)
+        and all(type(one) is int or is_whole(one) for one in value)
+    )
+
+
+def _brief(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 @dataclass(frozen=True)

@@ -130,12 +130,14 @@ class DecodeState:
         self.length_R[slot] = len(prompt)
         self.end_R[slot] = min(len(prompt) + request.max_new_tokens, capacity)
         self.idle_R[slot] = True
-        self.sampling.temperature_R[slot] = request.temperature
-        self.sampling.top_k_R[slot] = request.top_k
-        self.sampling.top_p_R[slot] = request.top_p
+        self.sampling.temperature_R[slot] = float(request.temperature)
+        self.sampling.top_k_R[slot] = int(request.top_k)
+        self.sampling.top_p_R[slot] = float(request.top_p)
         columns = self.noise_RTC.shape[-1]
         if request.temperature > 0 or columns > 1:
-            self.noise_RTC[slot] = position_uniforms(request.seed, self.noise_RTC.shape[1], columns)
+            self.noise_RTC[slot] = position_uniforms(
+                int(request.seed), self.noise_RTC.shape[1], columns
+            )
         stop = torch.tensor(request.stop_token_ids or [], dtype=torch.long)
         self.stop_ids_RM[slot] = NO_TOKEN
         self.stop_ids_RM[slot, : len(stop)] = stop

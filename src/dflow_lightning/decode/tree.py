@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dflow_lightning.decode.state import Models
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, is_whole
 from dflow_lightning.models.drafter import Drafter
 from dflow_lightning.models.slot_cache import SlotCache
 
@@ -186,8 +186,8 @@ def check_tree_settings(
         raise InputError(
             f"tree_nodes is {tree_nodes}, but plain decoding drafts nothing; leave one of both out"
         )
-    if not 2 <= tree_nodes <= MOST_NODES:
-        raise InputError(f"tree_nodes is {tree_nodes}; give 2 to {MOST_NODES}")
+    if not is_whole(tree_nodes) or not 2 <= tree_nodes <= MOST_NODES:
+        raise InputError(f"tree_nodes is {tree_nodes!r}; give 2 to {MOST_NODES}")
     if acceptance != "match":
         raise InputError(
             f"tree_nodes is {tree_nodes}, but acceptance is {acceptance}; a tree is verified by "

@@ -103,6 +103,11 @@ def serve_check_command(
             `cuda:1`; auto is the GPU where there is one. It leaves the GPU while a server runs.
     """
     check_counts(num_prompts=num_prompts, max_new_tokens=max_new_tokens, concurrency=concurrency)
+    if max_new_tokens < 2:
+        raise InputError(
+            f"max_new_tokens is {max_new_tokens}; give 2 or more, since the first token comes with "
+            "the prompt and takes no round"
+        )
     chosen = choose_device(device)
     if not python.is_file():
         raise InputError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.tensors.metrics import acceptance_summary
 
 if TYPE_CHECKING:
@@ -60,11 +60,12 @@ class ValidationDecoding(Callback):
         temperature: float = 0.0,
         batch_size: int = 8,
     ):
-        if max_new_tokens < 1 or batch_size < 1:
+        if max_new_tokens < 2:
             raise InputError(
-                f"validation.max_new_tokens and validation.batch_size are {max_new_tokens} and "
-                f"{batch_size}; both must be 1 or more"
+                f"validation.max_new_tokens is {max_new_tokens}; give 2 or more, since the first "
+                "token comes with the prompt and takes no round"
             )
+        check_counts("validation.", batch_size=batch_size)
         self.prompts_per_family = prompts_per_family
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
