@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -30,6 +31,7 @@ from dflow_lightning.decode import rounds
 from dflow_lightning.doctor import environment
 from dflow_lightning.doctor.command import examine
 from dflow_lightning.models import drafter, layers, target
+from dflow_lightning.run import strategy
 from dflow_lightning.training import step_inputs
 
 if TYPE_CHECKING:
@@ -111,10 +113,10 @@ def test_the_tiny_recipe_passes(launch: "Launcher", monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(ROOT)
     done = launch("doctor", "--config", "recipes/tiny-dflow.yaml", "--json")
     found = json.loads(done.out)
-    assert (done.status, len(done.err.splitlines())) == (0, 26)
+    assert (done.status, len(done.err.splitlines())) == (0, 27)
     statuses = {check["name"]: check["status"] for check in found["checks"]}
     assert found["ok"]
-    assert len(statuses) == 24
+    assert len(statuses) == 25
     assert {name for name, status in statuses.items() if status != "ok"} <= {"packages"}
     (lossless,) = (one["detail"] for one in found["checks"] if one["name"] == "lossless")
     assert "up to 7 drafts accepted" in lossless  # of the block that was learned
@@ -418,6 +420,28 @@ def blocks_that_see_their_anchors_feature(setup: Setup) -> None:
     setup.patch.setattr(drafter, "block_attention", attend)
 
 
+def zero_in_bfloat16(setup: Setup) -> type:
+    pytest.importorskip("deepspeed")
+    setup.options |= {
+        "trainer.strategy": "zero2",
+        "trainer.precision": "bf16-mixed",
+        "model.target.dtype": "bfloat16",
+    }
+    return strategy.ZeroStrategy
+
+
+def rollouts_without_autocast(setup: Setup) -> None:
+    """As ZeRO once did on GPUs, where its autocast was the CPU's."""
+    zero_in_bfloat16(setup)
+    setup.patch.setattr(strategy.ZeroPrecision, "forward_context", lambda self: nullcontext())
+
+
+def strategy_that_never_steps(setup: Setup) -> None:
+    setup.patch.setattr(
+        zero_in_bfloat16(setup), "optimizer_step", lambda self, optimizer, closure, **_: closure()
+    )
+
+
 def learning_rate(setup: Setup) -> None:
     setup.options["model.optimizer.lr"] = 1e-9
 
@@ -465,6 +489,8 @@ FAULTS = [
     (not_finite, "weights", "FAIL", "model.layers.2.mlp.up_proj.weight"),
     (shifted_positions, "positions", "FAIL", "rows of verified blocks"),
     (blocks_that_see_their_anchors_feature, "attention", "FAIL", "from a dense mask"),
+    (rollouts_without_autocast, "step", "FAIL", "rollouts in float32, not in bfloat16"),
+    (strategy_that_never_steps, "step", "FAIL", "0 of 20 tensors moved"),
     (learning_rate, "overfit", "FAIL", "model.optimizer.lr"),
     (everything_accepted, "lossless", "FAIL", "leaves plain decoding"),
 ]

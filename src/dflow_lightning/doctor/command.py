@@ -2,7 +2,8 @@
 
 Without a recipe it checks the environment alone (`environment.py`), in seconds. With `--config` it
 also checks the recipe's data and target (`recipe.py`), the loaded models (`models.py`) and, on one
-batch, that they learn and decode losslessly (`trial.py`). Each check is one line, and a failed one
+batch, that a step runs under the recipe's strategy (`step.py`) and that they learn and decode
+losslessly (`trial.py`). Each check is one line, and a failed one
 does not stop the others.
 """
 
@@ -77,7 +78,7 @@ def examine(args: Sequence[str]) -> Iterator[Check]:
 
 def model_checks() -> dict[str, Step]:
     """The checks of the loaded models; imported only where there is a recipe."""
-    from dflow_lightning.doctor import models, trial
+    from dflow_lightning.doctor import models, step, trial
 
     built = ("drafter", "weights")
     return {
@@ -89,6 +90,7 @@ def model_checks() -> dict[str, Step]:
         "RoPE": Step(models.check_rope, built),
         "final norm": Step(models.check_final_norm, built),
         "attention": Step(models.check_attention, built),
+        "step": Step(step.check_step, (*built, "masks")),
         "overfit": Step(trial.check_overfit, (*built, "masks")),
         "lossless": Step(trial.check_lossless, built),
     }
