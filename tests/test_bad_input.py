@@ -204,6 +204,19 @@ def test_fit_rows_longer_than_the_targets_context(
     refused(done, "context")
 
 
+def test_f12_a_path_that_a_library_would_split_is_refused(
+    launch: "Launcher", recipe: Path, run_options: list[str], places: dict[str, object]
+) -> None:
+    """F12: with :: in it the checkpoint was written to another file, and the training ended."""
+    folder = launch.folder / "a::b"
+    done = launch("fit", "--config", recipe, *run_options, f"--run_dir={folder}")
+    refused(done, f"run_dir: {folder} has :: in its path")
+    rows = f"{places['root']}/word.jsonl"
+    prepare = ["prepare", "--data", rows, "--target", places["target"], "--keep_answers"]
+    refused(launch(*prepare, "--out", folder), f"out: {folder} has :: in its path")
+    assert not folder.exists()
+
+
 OUTSIDE = "the text has the token 340 ('word79'), but the target's embedding has 320 rows"
 
 

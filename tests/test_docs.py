@@ -243,7 +243,7 @@ def test_f25_the_server_of_the_data_guide_has_the_form_that_every_build_runs() -
 
 @pytest.mark.slow
 def test_counts_of_serve_vllm_are_those_of_the_shipped_drafters() -> None:
-    """The last column of the page's second table: rounds and accepted drafts of 24 prompts."""
+    """F21: the last column of the page's second table, rounds and accepted drafts of 24 prompts."""
     from dflow_lightning.data.prompts import read_prompts
     from dflow_lightning.decode import SpeculativeDecoder
     from dflow_lightning.models.target import FrozenTarget

@@ -73,6 +73,18 @@ def check_writable(path: Path, field: str) -> None:
         raise InputError(f"{field}: {folder} is not a writable folder; choose another path")
 
 
+def check_no_chain(path: Path, field: str) -> None:
+    """Raise `InputError` for a path that fsspec, which writes checkpoints and rows, would split.
+
+    It takes `a::b` for a file in an archive, and writes to another place without a word.
+    """
+    if "::" in str(path.expanduser().absolute()):
+        raise InputError(
+            f"{field}: {path} has :: in its path, which the libraries that write there take for a "
+            "chain of addresses; choose a folder without it"
+        )
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically."""
     with staged_file(path) as staged:

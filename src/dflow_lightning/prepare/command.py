@@ -21,7 +21,7 @@ from dflow_lightning.data.tokenizer import (
     tokenizer_sha256,
 )
 from dflow_lightning.errors import InputError
-from dflow_lightning.files import check_writable
+from dflow_lightning.files import check_no_chain, check_writable
 from dflow_lightning.models.device import choose_device
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.prepare.dialogue import AnswerSettings, Generator
@@ -123,6 +123,7 @@ def prepare_command(
     if source.data is None and not (checks.verify and is_prepared(out)):
         raise InputError("data is missing: give --data")
     check_writable(out / "manifest.json", "out")
+    check_no_chain(out, "out")
     result_json = JsonOutput(json)
     in_process = source.data is not None and not keep_answers and not server.server
     model = target.load() if in_process else None

@@ -19,6 +19,7 @@ from dflow_lightning.commandline.arguments import OneSentence, spell_out
 from dflow_lightning.commandline.recipe import Recipe
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.errors import InputError, RunError
+from dflow_lightning.files import check_no_chain
 from dflow_lightning.run.checkpoint import CHECKPOINT_FOLDER, Checkpointing, find_checkpoint
 from dflow_lightning.run.guards import Guards, out_of_memory
 from dflow_lightning.run.progress import RunProgress
@@ -105,11 +106,13 @@ class TrainCLI(LightningCLI):
             self._recipe.name, None if name is None else str(name), fresh=command == "fit"
         )
         self._settings.run_dir = self.run_dir = Path(folder)
+        check_no_chain(self.run_dir, "run_dir")
         self.resumed: SavedRun | None = None
         if name is not None:
             path = find_checkpoint(self.run_dir, str(name))
             self._settings.ckpt_path = None if path is None else str(path)
             if path is not None:
+                check_no_chain(path, "ckpt_path")
                 # Opened here for every command: Lightning ends in a traceback where it cannot.
                 saved = open_checkpoint(path, "ckpt_path")
                 self.resumed = SavedRun.of(saved) if command == "fit" else None
