@@ -418,7 +418,8 @@ def test_mistakes(launch: "Launcher", configs: dict[str, Path], tmp_path: Path) 
     recipe = ("plan", "--config", RECIPES / "qwen3-8b-dflow.yaml")
     here = ("--target_config", configs["8b"])
     for options, sentence in {
-        ("--target_config", tmp_path): "error: target: no config.json of a causal language model",
+        ("--target_config", tmp_path): f"error: target_config: {tmp_path} holds no config.json",
+        ("--model.target.path", "gone"): "error: target: gone does not exist; give a folder",
         (*here, "--gpus", 0): "error: gpus is 0; give 1 or more",
         (*here, "--gpu_memory", 0): "error: gpu_memory is 0; give the GiB of one GPU",
         (*here, "--gpu_tflops", -1): "error: gpu_tflops is -1; give the TFLOP/s of one GPU",

@@ -1,6 +1,7 @@
 """The frozen target: its cache, taps and fingerprint, and which models it can be."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from dflow_lightning.data.tokenizer import load_tokenizer
+from dflow_lightning.data.tokenizer import load_tokenizer, stop_token_ids
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.dims import DrafterConfig, DrafterDims
 from dflow_lightning.models.drafter import Drafter, start_from_target
 from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.plan.command import empty_target
 
 SHAPE = {
     "vocab_size": 320,
@@ -227,17 +229,56 @@ def test_a_llama_target_is_tapped_and_decoded_without_loss(save, tied):
     torch.testing.assert_close(taps[0], uncached(target, wanted, [0, 2])[1], atol=1e-5, rtol=1e-5)
 
 
+def plan_target(path: str) -> None:
+    empty_target(path, None)
+
+
+def served(path: str) -> None:
+    """What `prepare --server` reads of a target whose weights are elsewhere."""
+    stop_token_ids(path, load_tokenizer(path, "target"))
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "llava", "mistral3"])
-def test_f16_a_vision_language_target_is_named_before_its_weights_are_read(tmp_path, model_type):
+@pytest.mark.parametrize("load", [FrozenTarget.load, plan_target, load_tokenizer, served])
+def test_f16_a_vision_language_target_is_named_before_anything_is_read(tmp_path, model_type, load):
+    """F16: in every command that takes a target, also where its weights are not needed."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(InputError, match=f"is a {model_type} model.*choose a text-only target"):
-        FrozenTarget.load(str(tmp_path))
+        load(str(tmp_path))
 
 
-@pytest.mark.parametrize("load", [FrozenTarget.load, load_tokenizer])
+@pytest.mark.parametrize("load", [FrozenTarget.load, plan_target, load_tokenizer, served])
 def test_f43_a_relative_target_seen_from_another_folder_is_said_to_be_missing(
     tmp_path, monkeypatch, load
 ):
+    """F43: the hub's reason alone misleads; one sentence for all who look for a target."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"there is no folder elsewhere/tiny in .*whole path"):
         load("elsewhere/tiny")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b'{"model": 3}', bytes(range(256))])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_f43_a_damaged_file_is_one_sentence(tiny_target_dir, tmp_path, file, content):
+    """F43: libraries raise whatever comes; without its generation config a target went on without
+    its stop tokens.
+    """
+    folder = shutil.copytree(tiny_target_dir, tmp_path / "target")
+    (folder / file).write_bytes(content)
+    for load in (FrozenTarget.load, served):
+        if file != "tokenizer.json" and b"model" in content:
+            continue  # a config of an unknown type; a generation config without a setting
+        with pytest.raises(
+            InputError, match=r"of .*/target could not be loaded \(.*again"
+        ) as found:
+            load(str(folder))
+        assert "\n" not in str(found.value)
+
+
+def test_f43_stop_tokens_that_are_none_are_refused(tiny_target_dir, tmp_path):
+    """F43: a text here ended in a traceback of a comparison."""
+    folder = shutil.copytree(tiny_target_dir, tmp_path / "target")
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
+    for load in (lambda path: FrozenTarget.load(path).stop_token_ids, served):
+        with pytest.raises(InputError, match=r"eos_token_id \['x'\] in a GenerationConfig; give"):
+            load(str(folder))

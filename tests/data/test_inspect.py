@@ -108,7 +108,7 @@ def test_last_turn_only_and_thinking(inspect, write):
         (["--row", 2], "row: line 2 of {path} is blank; the next row is 3"),
         (["--row", 4], "row: line 4 of {path} is rejected (unknown role): message 1 has the role"),
         (["--row", 9], "row: {path} has no line 9; its last row is 4"),
-        (["--target", "./nowhere"], "target: ./nowhere does not exist; give a model folder"),
+        (["--target", "./nowhere"], "target: ./nowhere does not exist; give a folder saved by"),
         (["--supervise", "none"], "supervise: "),
     ],
 )

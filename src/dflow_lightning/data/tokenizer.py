@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-from transformers import AutoTokenizer
 
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.data.turns import training_rows
 from dflow_lightning.errors import InputError
+from dflow_lightning.models.pretrained import (
+    find_config,
+    find_generation_config,
+    read_tokenizer,
+    stop_ids,
+)
 
 
 def load_tokenizer(path: str, field: str = "model.target.path") -> Any:
@@ -22,26 +25,11 @@ def load_tokenizer(path: str, field: str = "model.target.path") -> Any:
         field: the name of the option or recipe key that holds `path`, for messages.
 
     Raises:
-        InputError: the tokenizer is missing or cannot be loaded.
+        InputError: the tokenizer is missing or damaged, or the config beside it is damaged or not
+            of a text model.
     """
-    folder = Path(path).expanduser()
-    # A missing folder that reads like a hub id would be looked up over the network, slowly.
-    if not folder.exists() and (path.count("/") != 1 or folder.parent.exists()):
-        raise InputError(f"{field}: {path} does not exist; give a model folder or a hub id")
-    try:
-        return AutoTokenizer.from_pretrained(folder if folder.exists() else path)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        if not folder.exists():
-            raise InputError(
-                f"{field}: there is no folder {path} in {Path.cwd()}, and as a hub id it could not "
-                f"be loaded ({reason}); give the folder's whole path, or a hub id that can be "
-                "reached"
-            ) from error
-        raise InputError(
-            f"{field}: {path} has no tokenizer that can be loaded ({reason}); "
-            "give the folder of a model with its tokenizer, or a hub id"
-        ) from error
+    find_config(path, field)
+    return read_tokenizer(path, field)
 
 
 def stop_token_ids(target: str, tokenizer: Any) -> tuple[int, ...]:
@@ -49,19 +37,7 @@ def stop_token_ids(target: str, tokenizer: Any) -> tuple[int, ...]:
 
     Those are the ids at which `FrozenTarget` stops; this needs no weights.
     """
-    from transformers import AutoConfig, GenerationConfig
-
-    sources = [tokenizer]
-    for kind in (GenerationConfig, AutoConfig):
-        try:
-            sources.append(kind.from_pretrained(target))
-        except (OSError, ValueError):  # the folder of a tokenizer alone
-            continue
-    found: set[int] = set()
-    for source in sources:
-        value = getattr(source, "eos_token_id", None)
-        found |= {value} if isinstance(value, int) else set(value or ())
-    return tuple(sorted(found))
+    return stop_ids(target, find_generation_config(target), find_config(target), tokenizer)
 
 
 def embedding_rows(target: str) -> int | None:
@@ -69,12 +45,7 @@ def embedding_rows(target: str) -> int | None:
 
     A folder with a tokenizer alone has no config.
     """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(target).get_text_config().vocab_size
-    except (OSError, ValueError, AttributeError):
-        return None
+    return getattr(find_config(target), "vocab_size", None)
 
 
 def end_token_id(encoder: ChatEncoder, stop_ids: Sequence[int], *, strict: bool = True) -> int:

@@ -8,29 +8,27 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-import textwrap
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.device import choose_dtype
 from dflow_lightning.models.fingerprint import weights_fingerprint
+from dflow_lightning.models.pretrained import (
+    find_generation_config,
+    read_config,
+    read_tokenizer,
+    reading,
+    source_of,
+    stop_ids,
+)
 from dflow_lightning.models.slot_cache import SlotCache
 from dflow_lightning.terminal import labelled
-
-# What transformers raises for files that are missing, damaged, or of no model that it knows.
-UNREADABLE = (
-    OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,34 +82,20 @@ class FrozenTarget:
                 architecture is not a text model, or cannot be tapped or rewound.
         """
         weights_dtype = choose_dtype(dtype, torch.device(device))
-        folder = Path(path).expanduser()
-        if folder.exists() and not (folder / "config.json").is_file():
-            raise InputError(
-                f"target: {path} holds no config.json; "
-                "give a folder saved by save_pretrained or a hub id"
-            )
-        # `owner/name` may be a hub id, but not where a folder `owner` lies beside us.
-        local = path.count("/") != 1 or path.startswith((".", "/")) or folder.parent.is_dir()
-        if not folder.exists() and local:
-            raise InputError(
-                f"target: {path} does not exist; give a folder saved by save_pretrained or a hub id"
-            )
+        read_config(path)  # before weights, which may be many
+        find_generation_config(path)
         if not sys.stderr.isatty():
             disable_progress_bar()
-        source = str(folder) if folder.exists() else path
-        try:
-            _check_text_model(path, AutoConfig.from_pretrained(source))
-        except UNREADABLE as error:
-            raise _not_loaded(path, folder, error) from error
-        options = {"dtype": weights_dtype, "attn_implementation": attn_implementation}
-        try:
+        source = source_of(path, "target")
+        with reading(path, "target"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source, output_loading_info=True, **options
+                source,
+                output_loading_info=True,
+                dtype=weights_dtype,
+                attn_implementation=attn_implementation,
             )
-            model, report = loaded
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        except UNREADABLE as error:
-            raise _not_loaded(path, folder, error) from error
+        model, report = loaded
+        tokenizer = read_tokenizer(path)
         if absent := sorted(report["missing_keys"]):  # transformers would leave them random
             raise InputError(
                 f"target: {path} lacks {len(absent)} tensors, first {absent[0]}; "
@@ -179,11 +163,8 @@ class FrozenTarget:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids of the generation config, the model and the tokenizer together."""
-        found: set[int] = set()
-        for source in (getattr(self.model, "generation_config", None), self.config, self.tokenizer):
-            value = getattr(source, "eos_token_id", None)
-            found |= {value} if isinstance(value, int) else set(value or ())
-        return tuple(sorted(found))
+        generation = getattr(self.model, "generation_config", None)
+        return stop_ids(self.name, generation, self.config, self.tokenizer)
 
     @property
     def fingerprint(self) -> str:
@@ -327,26 +308,3 @@ class FrozenTarget:
                 self._wanted[index] = output[0] if isinstance(output, tuple) else output
 
         return hook
-
-
-def _check_text_model(path: str, config: Any) -> None:
-    """Before weights are read, which may be many: vision-language models wrap a text model."""
-    text = config.get_text_config()
-    if text is config or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return
-    raise InputError(
-        f"target: {path} is a {config.model_type} model, which wraps a {text.model_type} text "
-        "model with other inputs, such as images, and is not supported; choose a text-only target, "
-        "or save the text model and its tokenizer to a folder of their own and give that"
-    )
-
-
-def _not_loaded(path: str, folder: Path, error: Exception) -> InputError:
-    reason = textwrap.shorten(str(error), 300, placeholder=" ...")
-    if folder.exists():
-        return InputError(f"target: {path} could not be loaded ({reason})")
-    # A relative folder seen from elsewhere reads like a hub id, and the hub's reason misleads.
-    return InputError(
-        f"target: there is no folder {path} in {Path.cwd()}, and as a hub id it could not be "
-        f"loaded ({reason}); give the folder's whole path, or a hub id that can be reached"
-    )

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from dflow_lightning.commandline.arguments import spell_out
 from dflow_lightning.commandline.json_output import HELP as JSON_HELP
@@ -28,8 +28,9 @@ from dflow_lightning.models.causal_head import CausalHeadConfig
 from dflow_lightning.models.dims import DrafterConfig, DrafterDims
 from dflow_lightning.models.drafter import Drafter
 from dflow_lightning.models.eagle3 import Eagle3Config, Eagle3Dims, Eagle3Drafter
+from dflow_lightning.models.pretrained import read_config, reading
 from dflow_lightning.models.relay import RelayConfig
-from dflow_lightning.models.target import UNREADABLE, FrozenTarget
+from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.plan.eagle3 import Eagle3Plan
 from dflow_lightning.plan.memory import (
     GIB,
@@ -208,16 +209,15 @@ def sharding_of(strategy: Any) -> Sharding:
 
 def empty_target(path: str, target_config: str | None) -> FrozenTarget:
     """The target without storage, built from its config.json alone."""
-    source = str(Path(target_config or path).expanduser())
+    source = target_config or path
+    field = "target_config" if target_config else "target"
     try:
-        config = AutoConfig.from_pretrained(source)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except UNREADABLE as error:
-        raise InputError(
-            f"target: no config.json of a causal language model at {source} "
-            f"({str(error).splitlines()[0][:150]}); give --target_config, the file or its folder"
-        ) from error
+        config = read_config(source, field)
+    except InputError as error:
+        advice = "" if target_config else "; or give --target_config, a config.json or its folder"
+        raise InputError(f"{error}{advice}") from error
+    with reading(source, field, "the config of "), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     no_tokenizer = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     return FrozenTarget(
         model, SimpleNamespace(vocab_size=0, all_special_ids=[], **no_tokenizer), path
