@@ -339,3 +339,13 @@ def _fused_gru_cell(
     same(from_input.dtype, from_state.dtype, "gru_cell")
     same(from_input.dtype, state.dtype, "gru_cell")
     return torch.empty_like(state), state.new_empty(state.shape[0], 5 * state.shape[1])
+
+
+@torch.library.register_fake("aten::_thnn_fused_gru_cell_backward")
+def _fused_gru_cell_backward(
+    grad_state: Tensor, kept: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    rows, width = grad_state.shape
+    gates = [grad_state.new_empty(rows, 3 * width) for _ in range(2)]
+    biases = [grad_state.new_empty(3 * width) if has_bias else None for _ in range(2)]
+    return gates[0], gates[1], torch.empty_like(grad_state), biases[0], biases[1]
