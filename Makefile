@@ -72,8 +72,9 @@ compare-quick: env ## the same with one seed and few steps: does the harness wor
 distributed: env ## two CPU processes under DDP and ZeRO 1 to 3: equal losses, checkpoints, bf16 (some 10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/prove_distributed.py
 
-fake-cuda: env-cuda ## every recipe, method and precision on fake CUDA tensors: devices, dtypes, copies, memory (an hour; goes on where it stopped)
+fake-cuda: env-cuda ## every recipe and method on fake CUDA tensors, flex attention compiled for sm_80 and sm_90 (an hour; goes on where it stopped)
 	OMP_NUM_THREADS=1 $(CUDA)/bin/python tests/fake_cuda/grid.py --out runs/fake-cuda.jsonl
+	$(CUDA)/bin/python tests/fake_cuda/kernels.py
 
 env-cuda: $(CUDA)/.installed ## create .venv-cuda, with a CUDA build of torch; no driver is needed (6 GB, a C compiler)
 

@@ -5,8 +5,9 @@
     python tests/fake_cuda/grid.py --only 8b          # cases whose name holds this
 
 With `--out` every finished case is appended to a file at once, and a second run goes on where the
-first one stopped; `--fresh` runs the chosen cases again. A case counts as finished for the same
-settings, recipe and torch: after a change of the package, choose what it touches and add `--fresh`.
+first one stopped; cases that ended with an error run again, and with `--fresh` all that are chosen.
+A case is finished for the same settings, recipe and torch: after a change of the package, choose
+what it touches and add `--fresh`.
 
 `ok` is no error of device or dtype, no copy between host and device in a round of decoding, and a
 peak of memory within 15 % of `plan` (shapes of recipes alone: `plan` is for those). Training steps
@@ -18,7 +19,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -35,14 +35,13 @@ for folder in (ROOT / "src", ROOT / "tests"):
     sys.path.insert(0, str(folder))
 
 import torch  # noqa: E402
-from fake_cuda.machine import HAS_BACKWARD, allow_fake_devices  # noqa: E402
+from fake_cuda.machine import HAS_BACKWARD, allow_fake_devices, need_driver  # noqa: E402
 from fake_cuda.runs import GIB, Found, build, fake_run, planned, rounds, train_step  # noqa: E402
 from fake_cuda.targets import SHAPES, saved  # noqa: E402
 
 from dflow_lightning.decode.state import Models  # noqa: E402
 from dflow_lightning.tensors.blocks import slot_positions  # noqa: E402
 
-DRIVER = Path(sys.prefix) / "libcuda.so.1"  # of driver.c, by `make env-cuda`
 NEAR = 0.15  # of plan
 METHODS = {
     "dflash": ["--model.relay.enabled=false", "--rollout.num_rounds=0"],
@@ -281,11 +280,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="run cases that --out has, too")
     parser.add_argument("--trace", action="store_true", help="whole tracebacks")
     args = parser.parse_args()
-    if HAS_BACKWARD and "LD_PRELOAD" not in os.environ:
-        if not DRIVER.exists():
-            sys.exit(f"{DRIVER} is missing; make env-cuda builds it")
-        environment = os.environ | {"LD_PRELOAD": str(DRIVER)}
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+    need_driver()
     warnings.filterwarnings("ignore")
     allow_fake_devices()
     print(f"torch {torch.__version__}, {'with' if HAS_BACKWARD else 'without'} backward\n"
@@ -299,7 +294,9 @@ def main() -> int:
             if args.only not in case.name:
                 continue
             key = key_of(case, folder)
-            if key in before:
+            if key in before and all(
+                "peak" in one or not one["failed"] for one in before[key]["lines"]
+            ):
                 record = before[key]
                 others |= {record["commit"]} - {now}
             else:

@@ -4,6 +4,8 @@ No kernel runs. Trainers are built as on that machine, and fake tensors may lie 
 """
 
 import ctypes
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from unittest.mock import patch
 import torch
 
 CUDA, META = 1, 14  # of c10::DeviceType
+DRIVER = Path(sys.prefix) / "libcuda.so.1"  # of driver.c, by `make env-cuda`
 HAS_BACKWARD = torch.version.cuda is not None  # and driver.c stands in for its driver
 
 
@@ -51,6 +54,15 @@ def allow_fake_devices() -> None:
     name = "_ZN3c104impl26device_guard_impl_registryE"
     guards = (ctypes.c_void_p * (META + 1)).in_dll(library, name)
     guards[CUDA] = guards[META]
+
+
+def need_driver() -> None:
+    """Start this process again with driver.c's driver, which a CUDA build of torch asks for."""
+    if not HAS_BACKWARD or "LD_PRELOAD" in os.environ:
+        return
+    if not DRIVER.exists():
+        sys.exit(f"{DRIVER} is missing; make env-cuda builds it")
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(DRIVER)})
 
 
 class Event:
