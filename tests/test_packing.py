@@ -245,6 +245,20 @@ def test_documents_keep_the_anchors_they_have_alone(both):
             assert len(found) == min(count, eligible)
 
 
+def test_anchors_of_a_moved_batch_ask_the_host_alone(both):
+    """Nothing can be read back from the meta device, as nothing should be from a GPU."""
+    _, apart, together = both
+    for batch in (apart, together):
+        moved = batch.to(torch.device("meta"))
+        drawn = draw_anchors(
+            moved.loss_mask_BS, moved.sample_ids_B, WIDTH, seed=4, step=7,
+            documents=moved.documents, host_documents=moved.host_documents,
+        )  # fmt: skip
+        assert drawn.positions_BN.device.type == moved.input_ids_BS.device.type == "meta"
+        assert moved.sample_ids == batch.sample_ids
+        assert moved.tensors().keys() == batch.tensors().keys()
+
+
 def test_spans_of_the_documents(both):
     _, _, together = both
     ends = together.documents.ends_BS

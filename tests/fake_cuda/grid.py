@@ -38,6 +38,7 @@ import torch  # noqa: E402
 from fake_cuda.machine import HAS_BACKWARD, allow_fake_devices, need_driver  # noqa: E402
 from fake_cuda.runs import GIB, Found, build, fake_run, planned, rounds, train_step  # noqa: E402
 from fake_cuda.targets import SHAPES, saved  # noqa: E402
+from fake_cuda.watch import PINNED, READS  # noqa: E402
 
 from dflow_lightning.decode.state import Models  # noqa: E402
 from dflow_lightning.tensors.blocks import slot_positions  # noqa: E402
@@ -85,6 +86,10 @@ PLANTS: dict[str, tuple[str, Any, str]] = {
     "no autocast in rollouts": (
         "dflow_lightning.run.strategy.ZeroPrecision.forward_context",
         lambda self: contextlib.nullcontext(), "torch.float32",
+    ),
+    "a copy that waits in a step": (
+        "dflow_lightning.tensors.blocks._sent",
+        lambda keys_BS, device: keys_BS.to(device), "waits in a step",
     ),
     "a copy in a round": ("dflow_lightning.decode.rounds.slot_positions", copying, "in a round"),
 }  # fmt: skip
@@ -207,7 +212,14 @@ def decode(
 
 
 def verdict(found: Found, *, decodes: bool) -> str:
-    """Empty where all is well, or what is not."""
+    """Empty where all is well, or what is not.
+
+    Values may be read in a step that accumulates, right before the optimizer's, when the guards
+    wait for the device as well.
+    """
+    waits = sum(n for (kind, _), n in found.copies.items() if kind not in (PINNED, *READS))
+    if not decodes and waits:
+        return f"{waits} waits in a step"
     if decodes and found.copies:
         return f"{sum(found.copies.values())} copies in a round"
     if found.planned and abs(found.peak / found.planned - 1) > NEAR:

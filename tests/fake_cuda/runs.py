@@ -79,8 +79,14 @@ def fake_run(count: int) -> Iterator[Watch]:
         shape = (len(data),) if isinstance(data, list | tuple) else ()
         return torch.empty(shape, dtype=dtype or like.dtype, device=device)
 
+    def pinned(tensor: Tensor) -> Tensor:
+        copy = tensor.clone()
+        copy.is_in_pinned_memory = True  # type: ignore[attr-defined]
+        return copy
+
     def document_keys(documents: Documents, seed: int, step: int) -> list[Tensor]:
-        watch.note("cuda to cpu")  # it reads where documents begin
+        if documents.starts_BS.device.type == "cuda":
+            watch.note("cuda to cpu")  # it reads where documents begin
         rows, length = documents.starts_BS.shape
         return [torch.zeros(length, dtype=torch.float64) for _ in range(rows)]
 
@@ -95,6 +101,7 @@ def fake_run(count: int) -> Iterator[Watch]:
         "dflow_lightning.tensors.blocks._document_keys": document_keys,
         "torch._subclasses.fake_tensor.FakeTensor.tolist": read_back,
         "torch.Tensor.new_tensor": new_tensor,
+        "torch.Tensor.pin_memory": pinned,
         "torch.nn.Module._apply": convert,
         "torch.cuda.Event": Event,
         "torch.cuda.synchronize": lambda *_: None,

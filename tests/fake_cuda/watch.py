@@ -14,6 +14,7 @@ aten = torch.ops.aten
 MOVES = ("_to_copy", "to", "copy_")  # under inference mode `to` is one operation
 READS = ("_local_scalar_dense", "item")  # their value decides what the host does next
 WAITS = ("nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2")
+PINNED = "cpu to cuda, pinned"
 VALUES = {torch.bool: True, **dict.fromkeys((torch.float32, torch.float64), 1.0)}
 PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "linear": (0, 1), "matmul": (0, 1), "addmm": (1, 2),
             "baddbmm": (1, 2)}  # fmt: skip
@@ -73,7 +74,7 @@ class Watch(TorchDispatchMode):
         if name in MOVES:
             source = args[1] if name == "copy_" else args[0]
             if source.device.type != result.device.type:
-                self.note(f"{source.device.type} to {result.device.type}")
+                self.note(move(source, result))
         elif name in WAITS:
             self._wait(name, args[0])
         elif name in ("index", "index_put", "index_put_"):
@@ -93,6 +94,12 @@ class Watch(TorchDispatchMode):
             same(one.dtype, other.dtype, name)
         elif name in ("index_put", "index_put_"):
             same(args[0].dtype, args[2].dtype, name)
+
+
+def move(source: Tensor, result: Tensor) -> str:
+    """From where to where; a copy from pinned memory to the device waits for nothing."""
+    kind = f"{source.device.type} to {result.device.type}"
+    return PINNED if getattr(source, "is_in_pinned_memory", False) else kind
 
 
 def same(one: torch.dtype, other: torch.dtype, what: Any) -> None:

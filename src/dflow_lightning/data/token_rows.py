@@ -20,27 +20,49 @@ from dflow_lightning.data.prepared import open_prepared
 from dflow_lightning.data.template import EncodedRow
 from dflow_lightning.tensors.blocks import Documents
 
+HELD = ("input_ids_BS", "loss_mask_BS", "sample_ids_B")  # by every batch
+
 
 class Batch(NamedTuple):
     """Rows of like length, padded on the right: int64 ids, and a bool mask, false on padding.
 
     A packed row holds several documents; its sample id is that of the first one.
+
+    Attributes:
+        sample_ids_B: on the host wherever the rest is, since the host alone reads it.
+        host_documents: the documents as they were on the host, where the batch was moved.
     """
 
     input_ids_BS: Tensor
     loss_mask_BS: Tensor
     sample_ids_B: Tensor
     documents: Documents | None = None
+    host_documents: Documents | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch for a device. What the host needs of it stays there, where no read waits.
+
+        Lightning calls this, where an object has it, in place of moving every tensor.
+        """
+        ids_BS, mask_BS = (
+            each.to(device, non_blocking=True) for each in (self.input_ids_BS, self.loss_mask_BS)
+        )
+        if self.documents is None:
+            return self._replace(input_ids_BS=ids_BS, loss_mask_BS=mask_BS)
+        moved = Documents(*(each.to(device, non_blocking=True) for each in self.documents))
+        here = self.host_documents or self.documents
+        return Batch(ids_BS, mask_BS, self.sample_ids_B, moved, here)
 
     @property
     def sample_ids(self) -> list[int]:
         """Of all documents, each once."""
-        ids = self.sample_ids_B if self.documents is None else self.documents.sample_ids_BS
+        documents = self.host_documents or self.documents
+        ids = self.sample_ids_B if documents is None else documents.sample_ids_BS
         return [number for number in dict.fromkeys(ids.flatten().tolist()) if number >= 0]
 
     def tensors(self) -> dict[str, Tensor]:
         """All there is by name, to be saved."""
-        own = {name: value for name, value in self._asdict().items() if name != "documents"}
+        own = {name: getattr(self, name) for name in HELD}
         documents = {} if self.documents is None else self.documents._asdict()
         return own | {f"documents.{name}": value for name, value in documents.items()}
 
@@ -49,7 +71,8 @@ class Batch(NamedTuple):
         """The inverse of `tensors`."""
         own = {name: value for name, value in tensors.items() if "." not in name}
         inner = {name.split(".")[1]: value for name, value in tensors.items() if "." in name}
-        return cls(**own, documents=Documents(**inner) if inner else None)
+        documents = Documents(**inner) if inner else None
+        return cls(**own, documents=documents)  # type: ignore[arg-type]
 
 
 class RowSource(Protocol):

@@ -95,6 +95,7 @@ def draw_anchors(
     seed: int,
     step: int,
     documents: Documents | None = None,
+    host_documents: Documents | None = None,
 ) -> Anchors:
     """Draw anchors uniformly without replacement among the eligible positions.
 
@@ -104,6 +105,11 @@ def draw_anchors(
     draws the same anchors. The anchors of a packed document come in the order they have when it is
     alone; documents compete for the row's anchors at random, so that every supervised token has the
     same chance.
+
+    Args:
+        sample_ids_B: on the host, like `host_documents`: the random numbers are drawn there, and
+            reading what they depend on from a device would wait for all that it has to do.
+        host_documents: a copy of `documents`, which by default is read back.
     """
     eligible_BS = loss_mask_BS.clone()
     eligible_BS[:, :-1] &= loss_mask_BS[:, 1:]
@@ -114,8 +120,8 @@ def draw_anchors(
     else:
         starts_BS = documents.starts_BS
         eligible_BS[:, :-1] &= starts_BS[:, :-1] == starts_BS[:, 1:]
-        rows = _document_keys(documents, seed, step)
-    keys_BS = torch.stack(rows).to(loss_mask_BS.device).masked_fill(~eligible_BS, 2.0)
+        rows = _document_keys(host_documents or documents, seed, step)
+    keys_BS = _sent(torch.stack(rows), loss_mask_BS.device).masked_fill(~eligible_BS, 2.0)
     keys_BN, positions_BN = keys_BS.sort(dim=-1)
     valid_BN = keys_BN < 2.0
     missing = num_anchors - width
@@ -133,6 +139,17 @@ def draw_anchors(
 def _keys(seed: int, step: int, sample_id: int, length: int) -> Tensor:
     """Random sort keys of a document's positions; a longer document begins with the same keys."""
     return torch.rand(length, generator=_generator(seed, step, sample_id), dtype=torch.float64)
+
+
+def _sent(keys_BS: Tensor, device: torch.device) -> Tensor:
+    """The one copy to the device that a training step makes, which waits for nothing.
+
+    A device's own generator would draw other anchors than a CPU's. From pageable memory the host
+    would wait until the device takes the copy, behind all the work in its queue.
+    """
+    if device.type == "cuda":
+        keys_BS = keys_BS.pin_memory()
+    return keys_BS.to(device, non_blocking=True)
 
 
 def _document_keys(documents: Documents, seed: int, step: int) -> list[Tensor]:

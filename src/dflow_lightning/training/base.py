@@ -89,6 +89,7 @@ class TrainingModule(LightningModule):
         return draw_anchors(
             batch.loss_mask_BS, batch.sample_ids_B, self.num_anchors,
             seed=self.seed, step=step, documents=batch.documents,
+            host_documents=batch.host_documents,
         )  # fmt: skip
 
     def objective(
@@ -106,7 +107,7 @@ class TrainingModule(LightningModule):
     def log_step(self, batch: Batch) -> None:
         """What every training step logs."""
         self._log_rounds("train", self._window, on_step=True)
-        tokens = torch.tensor(float(batch.loss_mask_BS.numel()), device=self.device)
+        tokens = torch.full((), float(batch.loss_mask_BS.numel()), device=self.device)
         self.log("train/tokens", self._all_reduce(tokens))
         self.log("train/lr", self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr]
 

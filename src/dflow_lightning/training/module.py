@@ -180,7 +180,9 @@ class DrafterModule(TrainingModule):
         round_weights = self.check_round_weights(blocks) if len(blocks) > 1 else [1.0]
         shares = [weight / n for weight, n in zip(round_weights, blocks, strict=True)]
         window = LossWindow() if window is None else window
-        loss = window.add(sums_R4, totals_R4, sums_R4.new_tensor(shares))
+        # Filled on the device: a tensor of the list would be a copy from the host in every step.
+        shares_R = torch.stack([sums_R4.new_full((), share) for share in shares])
+        loss = window.add(sums_R4, totals_R4, shares_R)
         if all(current.rejected is None for current in inputs.rounds):
             loss = loss + 0.0 * self._idle(loss.dtype)
         # Data-parallel strategies average gradients, but the denominators are sums already.
