@@ -66,11 +66,14 @@ def imitated(monkeypatch) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def sweep(launch: "Launcher", recipe: Path, run_options: list[str]) -> Callable[..., Any]:
+def sweep(
+    launch: "Launcher", recipe: Path, run_options: list[str], data_dir: Path
+) -> Callable[..., Any]:
     """A small sweep; its options can be replaced."""
+    own = ("--out", "s", "--suite", data_dir / "test.jsonl")
 
     def run(*options: Any, recipes: tuple[Path, ...] = (recipe,)) -> Any:
-        return launch("sweep", "--config", *recipes, *run_options, "--out", "s", *options)
+        return launch("sweep", "--config", *recipes, *run_options, *own, *options)
 
     return run
 

@@ -21,6 +21,7 @@ from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.errors import InputError
+from dflow_lightning.formats.drafter_folder import read_export_config
 from dflow_lightning.models.device import Dtype, choose_device
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.terminal import bar, is_live, screen
@@ -62,6 +63,8 @@ def bench_command(
     choice.check(max(settings.concurrency))
     if not choice.tasks:
         suite_path(choice.suite, target)  # refuses a missing file before a target is loaded
+    for one in drafter:
+        read_export_config(one)
     result_json = JsonOutput(json)
     frozen = FrozenTarget.load(target, device=choose_device(device), dtype=dtype)
     decoders = {str(one): SpeculativeDecoder.from_export(one, frozen) for one in drafter}

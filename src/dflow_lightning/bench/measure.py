@@ -23,6 +23,7 @@ from dflow_lightning.data.prompts import Prompt
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.equality import Difference, EqualityCheck
+from dflow_lightning.decode.request import check_answer_length
 from dflow_lightning.decode.rounds import Backend, RoundMode
 from dflow_lightning.decode.tree import check_tree_settings
 from dflow_lightning.errors import InputError
@@ -82,11 +83,7 @@ class BenchSettings:
             if concurrency < 1:
                 raise InputError(f"concurrency holds {concurrency}; give 1 or more")
         check_tree_settings(self.tree_nodes, self.acceptance, self.backend)
-        if self.max_new_tokens < 2:
-            raise InputError(
-                f"max_new_tokens is {self.max_new_tokens}; give 2 or more, since the first token "
-                "comes with the prompt and takes no round"
-            )
+        check_answer_length(self.max_new_tokens)
 
 
 @dataclass(frozen=True)

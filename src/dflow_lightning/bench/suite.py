@@ -139,10 +139,20 @@ class Suite:
 
 
 def suite_path(suite: str, target: str) -> Path:
-    """The file a suite's name stands for."""
+    """The file a suite's name stands for.
+
+    Raises:
+        InputError: it does not exist.
+    """
     if suite != "tiny":
-        return Path(suite)
-    path = Path(target) / TINY_SUITE
+        path = Path(suite).expanduser()
+        if not path.exists():
+            raise InputError(
+                f"suite: {suite} does not exist; give tiny, all, some of {', '.join(TASKS)}, or a "
+                "JSONL file"
+            )
+        return path
+    path = Path(target).expanduser() / TINY_SUITE
     if not path.is_file():
         raise InputError(
             f"suite: {target} holds no {TINY_SUITE}, which the suite tiny reads; give a JSONL file"

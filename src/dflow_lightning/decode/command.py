@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from dflow_lightning.commandline.grouped import grouped
 from dflow_lightning.commandline.json_output import JsonOutput
-from dflow_lightning.data.conversations import read_conversations
+from dflow_lightning.data.conversations import Conversation, read_conversations
 from dflow_lightning.data.prompts import Prompt, make_prompts
 from dflow_lightning.data.template import ChatEncoder
 from dflow_lightning.decode import Completion, Request, SpeculativeDecoder
@@ -15,6 +15,7 @@ from dflow_lightning.decode.engine import Acceptance
 from dflow_lightning.decode.rounds import Backend
 from dflow_lightning.decode.tree import check_tree_settings
 from dflow_lightning.errors import InputError, check_counts
+from dflow_lightning.formats.drafter_folder import read_export_config
 from dflow_lightning.models.device import Dtype, choose_device
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.tensors.metrics import acceptance_summary
@@ -112,8 +113,14 @@ def decode_command(
     result_json = JsonOutput(json)
     settings = asdict(sampling)
     Request(prompt_ids=[0], **settings)  # refuses bad settings before anything is loaded
+    read_export_config(drafter)
+    rows = None
+    if asked.prompts is not None:
+        rows = read_conversations(
+            asked.prompts, field="prompts", need_answer=False, keep_repeats=True
+        )
     frozen = FrozenTarget.load(target, device=choose_device(device), dtype=dtype)
-    requests = read_requests(asked.prompt, asked.prompts, frozen, thinking)
+    requests = read_requests(asked.prompt, rows, frozen, thinking)
     decoder = SpeculativeDecoder.from_export(drafter, frozen)
     relay_used = relay == "on" and decoder.relay is not None and not plain
     options: dict[str, Any] = {
@@ -137,12 +144,11 @@ def decode_command(
 
 
 def read_requests(
-    prompt: str | None, prompts: Path | None, target: FrozenTarget, thinking: bool
+    prompt: str | None, rows: list[Conversation] | None, target: FrozenTarget, thinking: bool
 ) -> list[Prompt]:
-    """The one prompt, or those of the file in its order; all of them are known to fit."""
+    """The one prompt, or those of a file's rows in their order; all of them are known to fit."""
     encoder = ChatEncoder(target.tokenizer, enable_thinking=thinking, vocab_size=target.vocab_size)
-    if prompts is not None:
-        rows = read_conversations(prompts, field="prompts", need_answer=False, keep_repeats=True)
+    if rows is not None:
         requests = make_prompts(encoder, rows)
     else:
         messages = [{"role": "user", "content": prompt or ""}]

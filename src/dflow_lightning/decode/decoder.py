@@ -12,8 +12,7 @@ from dflow_lightning.decode.rounds import Backend, RoundBackend
 from dflow_lightning.decode.state import Models
 from dflow_lightning.decode.tree import check_tree_settings
 from dflow_lightning.errors import InputError, check_counts
-from dflow_lightning.formats.drafter_folder import load_export
-from dflow_lightning.formats.relay_folder import read_config
+from dflow_lightning.formats.drafter_folder import load_export, read_export_config
 from dflow_lightning.models.device import choose_device
 from dflow_lightning.models.eagle3 import AnyDrafter
 from dflow_lightning.models.relay import Relay
@@ -322,7 +321,7 @@ def load_decoder(
     Raises:
         InputError: the drafter is damaged or of another target, or the target cannot be loaded.
     """
-    config = read_config(Path(drafter) / "config.json")  # before a large target is loaded
+    config = read_export_config(Path(drafter))  # before a large target is loaded
     if target is None:
         target = ((config.get("dflow_config") or {}).get("target") or {}).get("name")
     if not isinstance(target, FrozenTarget):

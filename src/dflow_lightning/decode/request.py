@@ -76,6 +76,22 @@ class Request:
             )
 
 
+def check_answer_length(max_new_tokens: int, field: str = "max_new_tokens") -> None:
+    """Refuse to measure answers of one token: it comes with the prompt and takes no round.
+
+    Args:
+        field: the option or recipe key that holds the number.
+
+    Raises:
+        InputError: it is below 2.
+    """
+    if max_new_tokens < 2:
+        raise InputError(
+            f"{field} is {max_new_tokens}; give 2 or more, since the first token comes with the "
+            "prompt and takes no round"
+        )
+
+
 def _are_ids(value: Any) -> bool:
     """Tensors are none: they have no truth value, and each entry would wait for the device."""
     return (

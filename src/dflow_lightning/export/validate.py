@@ -26,9 +26,11 @@ from dflow_lightning.bench.suite import suite_path
 from dflow_lightning.checks import Check, Found, outcome
 from dflow_lightning.commandline.json_output import JsonOutput
 from dflow_lightning.data.prompts import read_prompts
-from dflow_lightning.errors import InputError, check_counts
+from dflow_lightning.decode.request import check_answer_length
+from dflow_lightning.errors import check_counts
 from dflow_lightning.export import validate_decoding, validate_folder
 from dflow_lightning.export.validate_folder import Subject, interleaved
+from dflow_lightning.formats.drafter_folder import require_folder
 from dflow_lightning.models.device import Dtype, choose_device
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.terminal import labelled
@@ -74,12 +76,10 @@ def validate_export_command(
         dtype: dtype of the target's weights; auto is bfloat16 on a GPU and float32 on a CPU.
             Whether answers equal plain decoding is decided in float32 alone.
     """
-    check_counts(num_prompts=num_prompts, max_new_tokens=max_new_tokens)
+    check_counts(num_prompts=num_prompts)
+    check_answer_length(max_new_tokens)
     chosen = choose_device(device)
-    if not drafter.is_dir():
-        raise InputError(
-            f"drafter: {drafter} is not a folder; give one that dflow-train export wrote"
-        )
+    require_folder(drafter)
     result_json = JsonOutput(json)
     saved = None if checkpoint is None else open_checkpoint(checkpoint)
     if saved is not None:

@@ -62,11 +62,7 @@ def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
         InputError: the folder is incomplete, damaged, of another model, or of another target.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise InputError(
-            f"drafter: {folder} does not exist; give a folder that dflow-train export wrote"
-        )
-    config = read_config(folder / "config.json")
+    config = read_export_config(folder)
     eagle3 = config.get("architectures") == [EAGLE3_ARCHITECTURE]
     dims = eagle3_dims(config, folder) if eagle3 else dims_from_config(config, folder)
     check_same_target(config, dims, target, folder)
@@ -87,6 +83,23 @@ def load_export(folder: Path, target: FrozenTarget) -> LoadedDrafter:
         if part is not None:
             part.to(target.device, target.dtype).eval().requires_grad_(False)
     return LoadedDrafter(drafter, relay, config)
+
+
+def read_export_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a drafter; for commands, before a large target is loaded.
+
+    Raises:
+        InputError: there is no such folder, or its config is missing or damaged.
+    """
+    require_folder(folder)
+    return read_config(folder / "config.json")
+
+
+def require_folder(folder: Path) -> None:
+    """Raise `InputError` where a drafter's folder is none."""
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise InputError(f"drafter: {folder} {what}; give a folder that dflow-train export wrote")
 
 
 def load_carryover(carryover: Carryover, folder: Path, config: dict[str, Any]) -> None:

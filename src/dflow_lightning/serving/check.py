@@ -19,8 +19,10 @@ from dflow_lightning.bench.suite import suite_path
 from dflow_lightning.data.prompts import Prompt, read_prompts
 from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.decode.equality import EqualityCheck
+from dflow_lightning.decode.request import check_answer_length
 from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.export.validate_folder import interleaved
+from dflow_lightning.formats.drafter_folder import read_export_config
 from dflow_lightning.models.device import choose_device
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.serving.server import ServerSettings, VllmServer
@@ -103,21 +105,14 @@ def serve_check_command(
             `cuda:1`; auto is the GPU where there is one. It leaves the GPU while a server runs.
     """
     check_counts(num_prompts=num_prompts, max_new_tokens=max_new_tokens, concurrency=concurrency)
-    if max_new_tokens < 2:
-        raise InputError(
-            f"max_new_tokens is {max_new_tokens}; give 2 or more, since the first token comes with "
-            "the prompt and takes no round"
-        )
+    check_answer_length(max_new_tokens)
     chosen = choose_device(device)
     if not python.is_file():
         raise InputError(
             f"python: {python} does not exist; make the engine's environment (`make env-vllm`) or "
             "give its interpreter"
         )
-    if not drafter.is_dir():
-        raise InputError(
-            f"drafter: {drafter} is not a folder; give one that dflow-train export wrote"
-        )
+    read_export_config(drafter)
     path = suite_path(suite, target)
     frozen = FrozenTarget.load(target, device=chosen, dtype="float32")
     decoder = SpeculativeDecoder.from_export(drafter, frozen)

@@ -15,6 +15,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from dflow_lightning.bench.measure import BenchSettings
+from dflow_lightning.bench.suite import SuiteChoice, suite_path
 from dflow_lightning.commandline.arguments import (
     ToolParser,
     option_types,
@@ -22,9 +24,10 @@ from dflow_lightning.commandline.arguments import (
     split_options,
 )
 from dflow_lightning.commandline.recipe import Recipe
-from dflow_lightning.errors import InputError
+from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.html import with_spread
 from dflow_lightning.models.device import Dtype, choose_device
+from dflow_lightning.models.pretrained import read_config
 from dflow_lightning.run.fit import method_of, quiet, recipe_parser
 from dflow_lightning.sweep.folder import SweepFolder, SweepStore
 from dflow_lightning.sweep.member import Children, Member, Outcome
@@ -77,10 +80,14 @@ class SweepSettings:
     def __post_init__(self) -> None:
         if not self.config:
             raise InputError("config: no recipe given; name one or more files")
-        choose_device(self.device)  # refuses what is not here before anything is trained
-        for name in ("seeds", "per_family", "concurrency"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; give 1 or more")
+        # What `bench` would refuse is refused before anything is trained.
+        choose_device(self.device)
+        check_counts(seeds=self.seeds)
+        BenchSettings(
+            temperature=self.temperature, concurrency=[self.concurrency],
+            max_new_tokens=self.max_new_tokens,
+        ).check()  # fmt: skip
+        self._choice.check(self.concurrency)
         stems: dict[str, Path] = {}
         for path in self.config:
             if not path.is_file():
@@ -91,6 +98,16 @@ class SweepSettings:
                     "their run folders; rename one, or give each recipe once"
                 )
             stems[path.stem] = path
+
+    @property
+    def _choice(self) -> SuiteChoice:
+        return SuiteChoice(suite=self.suite, per_family=self.per_family, limit=self.limit)
+
+    def check_target(self, path: str) -> None:
+        """Raise `InputError` where a recipe's target can't be read, or has no prompts."""
+        read_config(path)
+        if not self._choice.tasks:
+            suite_path(self.suite, path)
 
     def bench_options(self) -> list[str]:
         """How every drafter of the sweep is measured."""
@@ -128,6 +145,8 @@ def run_sweep(args: Sequence[str]) -> int:
     )
     settings = SweepSettings(**vars(settings))
     recipes = {path.stem: read_settings(path, overrides) for path in settings.config}
+    for recipe in recipes.values():
+        settings.check_target(recipe["model"]["target"]["path"])
     command = shlex.join(["dflow-train", "sweep", *args])
     with SweepFolder.open(settings.out) as folder:
         folder.agree(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from dflow_lightning.errors import InputError, check_counts
+from dflow_lightning.decode.request import check_answer_length
+from dflow_lightning.errors import check_counts
 from dflow_lightning.tensors.metrics import acceptance_summary
 
 if TYPE_CHECKING:
@@ -60,11 +61,7 @@ class ValidationDecoding(Callback):
         temperature: float = 0.0,
         batch_size: int = 8,
     ):
-        if max_new_tokens < 2:
-            raise InputError(
-                f"validation.max_new_tokens is {max_new_tokens}; give 2 or more, since the first "
-                "token comes with the prompt and takes no round"
-            )
+        check_answer_length(max_new_tokens, "validation.max_new_tokens")
         check_counts("validation.", batch_size=batch_size)
         self.prompts_per_family = prompts_per_family
         self.max_new_tokens = max_new_tokens
