@@ -12,6 +12,7 @@ TARGET := data/tiny-qwen3
 DEMO_STEPS ?= 3000
 # Of each family. As many as the largest concurrency are needed, and more for a queue.
 THROUGHPUT_PROMPTS ?= 64
+FUZZ_MINUTES ?= 10
 
 CODEGEN_TESTS := tests/test_compiled.py tests/test_package.py tests/test_carryover.py tests/test_causal_head.py \
 	tests/test_causal_head_export.py tests/test_eagle3.py tests/test_other_target.py
@@ -131,6 +132,9 @@ resume: env ## 10 steps = 4 + 6 under every strategy, bit for bit, and 20 kill -
 
 faults: env ## tracking servers that die, refuse, hang or are full: same losses, time held up, points arrived (10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -u tests/fault_table.py
+
+fuzz: env ## rows, recipes and config files as nobody should write them, new ones each time (FUZZ_MINUTES=10)
+	OMP_NUM_THREADS=1 $(BIN)/python -u tests/fuzz/run.py --minutes $(FUZZ_MINUTES)
 
 fault-tests: env ## the list of faults found by use, and the tests that hold what is right in each
 	@$(BIN)/python tests/fault_tests.py

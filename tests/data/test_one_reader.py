@@ -98,6 +98,9 @@ SAME = {
     "tools": conversation(user("p"), assistant("a b"), tools=[TOOL]),
     "sharegpt": {"id": "a", "conversations": [
         {"from": "human", "value": "p"}, {"from": "gpt", "value": "q r"}]},
+    "prompt and completion of messages": {
+        "id": "a", "prompt": [system("s"), user("p")], "completion": [assistant("a b")]},
+    "prompt of messages": {"id": "a", "prompt": [user("p")], "completion": "a b"},
     "no id": {"prompt": "p", "answer": "a b"},
     "several turns": conversation(user("p"), assistant("a b"), user("q"), assistant("c d")),
     "unfinished": GOOD | {"finished": False},
@@ -190,6 +193,46 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "deep nesting": ("[" * 200_000, "the row is not valid JSON"),
     "an id of 5,000 digits": ('{"id": ' + "9" * 5000 + ', "prompt": "p"}', "is not valid JSON"),
     "not UTF-8": (b'{"prompt": "\xff"}', "the row is not UTF-8 text"),
+    # F5, found by tests/fuzz and by reading: what was left out without a word
+    "input beside messages": (
+        conversation(user("p"), assistant("a"), input=["more"]),
+        "both messages and input",
+    ),
+    "role and from": (conversation(user("p") | {"from": "gpt"}), "message 1 has both role and"),
+    "from is no text": (conversation(user("p") | {"from": ["gpt"]}), "both role and from"),
+    "arguments by another name": (
+        conversation(user("p"), assistant("") | {"tool_calls": [{"name": "f", "args": {"a": 1}}]}),
+        "message 2 has a tool call with 'args', which is not read",
+    ),
+    "arguments beside the function": (
+        conversation(
+            user("p"),
+            assistant("") | {"tool_calls": [{"function": {"name": "f"}, "arguments": {"a": 1}}]},
+        ),
+        "message 2 has a tool call with 'arguments', which is not read",
+    ),
+    "not to be learned": (
+        conversation(user("p"), assistant("a") | {"train": False}),
+        "message 2 has train False, which is not read; give it weight 0",
+    ),
+    "masked": (conversation(user("p"), assistant("a") | {"masked": True}), "has masked True"),
+    "thoughts": (conversation(user("p"), assistant("a") | {"thought": "t"}), "has thought, which"),
+    "tools of a message": (
+        conversation(system("s") | {"tools": [TOOL]}, user("p")),
+        "message 1 has tools, which",
+    ),
+    "settings of the template": (
+        GOOD | {"chat_template_kwargs": {"enable_thinking": True}},
+        "has chat_template_kwargs",
+    ),
+    "two answers": (
+        {"prompt": [user("p")], "completion": "a", "answer": "b"},
+        "both answer and completion",
+    ),
+    "messages by another name": (
+        {"dialog": [user("p"), assistant("a")]},
+        "if 'dialog' holds the messages, name it messages",
+    ),
     "context": (GOOD | {"context": "c"}, "the row has context, which is not read"),
 }
 UNANSWERED: dict[str, tuple[Any, str]] = {

@@ -4,6 +4,7 @@
     {"conversations": [{"from": "human", "value": "Hi"}, ...]}    ShareGPT
     {"instruction": "Add.", "input": "2, 3", "output": "5"}       Alpaca
     {"prompt": "Hi", "answer": "Hello."}                          plain; the answer may be missing
+    {"prompt": [{"role": ...}, ...], "completion": [...]}         TRL; both lists of messages
 
 Every command that takes conversations or prompts reads them here, so a row has the same messages
 and the same id in whatever file it stands and wherever it is used. A row may also have `id`,
@@ -67,10 +68,17 @@ MAX_DEPTH = 100  # of tool definitions and arguments
 MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 # Fields that are part of the conversation and never reach a template: of a row, of a message.
 UNREAD_IN_ROW = {
-    "context", "documents", "functions", "function_call", "history", "reasoning",
-    "reasoning_content", "system_prompt", "thinking",
+    "available_tools", "chat_template_kwargs", "context", "documents", "functions",
+    "function_call", "history", "reasoning", "reasoning_content", "system_prompt", "thinking",
 }  # fmt: skip
-UNREAD = {"function_call", "refusal", "reasoning", "thinking"}
+UNREAD = {
+    "function_call", "refusal", "reasoning", "reasoning_details", "thinking", "thinking_blocks",
+    "thinking_content", "thought", "tools",
+}  # fmt: skip
+# What other trainers call an answer that is not learned from; here it is weight 0.
+NOT_LEARNED = {"train": False, "training": False, "loss": False, "masked": True}
+CALL_KEYS = {"id", "type", "index", "function"}
+FUNCTION_KEYS = {"name", "arguments"}
 UNREAD_OF_OTHERS = UNREAD | {"reasoning_content", "tool_calls"}  # roles but the assistant
 CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -754,13 +762,18 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
     shapes = [key for key in (*LISTS, "instruction", "prompt") if record.get(key) is not None]
     if not shapes:
         detail = "the row has no messages, conversations, instruction or prompt"
+        if held := [key for key, value in record.items() if _is_messages(value)]:
+            detail += f"; if {short(held[0])} holds the messages, name it messages"
         lists = [key for key, value in record.items() if value and isinstance(value, list)]
-        if wrapped := [key for key in lists if all(isinstance(one, dict) for one in record[key])]:
+        wrapped = [key for key in lists if all(isinstance(one, dict) for one in record[key])]
+        if wrapped and not held:
             detail += f"; if {short(wrapped[0])} is the list of rows, give that list as the file"
         raise RejectedError("unknown shape", detail)
-    if shapes[0] not in LISTS:
-        return _question(record, shapes)
     given = record[shapes[0]]
+    if shapes == ["prompt"] and _is_messages(given):
+        given = [*given, *_completion(record)]
+    elif shapes[0] not in LISTS:
+        return _question(record, shapes)
     if isinstance(given, dict) and all(isinstance(column, list) for column in given.values()):
         # `datasets` once stored lists of objects as an object of lists.
         columns = {len(column) for column in given.values()}
@@ -773,7 +786,8 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
     if not given:
         raise RejectedError("no messages", f"{shapes[0]} is an empty list")
     messages = [_message(one, f"message {i}") for i, one in enumerate(given, start=1)]
-    if isinstance(record.get("input"), str) and record["input"].strip():
+    more = record.get("input")
+    if more is not None and not (isinstance(more, str) and not more.strip()):
         raise RejectedError(
             "several shapes", f"the row has both {shapes[0]} and input; keep one of them"
         )
@@ -786,11 +800,37 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
+def _is_messages(value: Any) -> bool:
+    """Whether a value is a list of objects with roles."""
+    return bool(value) and isinstance(value, list) and all(
+        isinstance(one, dict) and ("role" in one or "from" in one) for one in value
+    )  # fmt: skip
+
+
+def _completion(record: dict[str, Any]) -> list[Any]:
+    """The messages that answer a prompt of messages; none where there is no answer."""
+    answer = _answer(record)
+    if answer is None:
+        return []
+    given = record[answer]
+    return given if _is_messages(given) else [{"role": "assistant", "content": given}]
+
+
+def _answer(record: dict[str, Any]) -> str | None:
+    """The key of a row's one answer."""
+    given = [key for key in ANSWERS if record.get(key) is not None]
+    if len(given) > 1:
+        raise RejectedError(
+            "several shapes", f"the row has both {given[0]} and {given[1]}; keep one"
+        )
+    return given[0] if given else None
+
+
 def _question(record: dict[str, Any], shapes: Sequence[str]) -> list[dict[str, Any]]:
     """A question and, where there is one, its answer."""
-    given = [key for key in ANSWERS if record.get(key) is not None]
+    key = _answer(record)
     inputs = ["prompt", "input"] if shapes[0] == "prompt" and record.get("input") else []
-    for several in (shapes, given, inputs):
+    for several in (shapes, inputs):
         if len(several) > 1:
             raise RejectedError(
                 "several shapes", f"the row has both {several[0]} and {several[1]}; keep one"
@@ -800,8 +840,8 @@ def _question(record: dict[str, Any], shapes: Sequence[str]) -> list[dict[str, A
     if more is not None and not (isinstance(more, str) and not more.strip()):
         content += "\n\n" + check_text(more, "the input")
     messages = [{"role": "user", "content": content}]
-    if given:
-        answer = check_text(record[given[0]], f"the {given[0]}", blank="empty answer")
+    if key:
+        answer = check_text(record[key], f"the {key}", blank="empty answer")
         messages.append({"role": "assistant", "content": answer})
     return messages
 
@@ -830,6 +870,9 @@ def _message(given: Any, name: str) -> dict[str, Any]:
     if role is None:
         detail = f"{name} has the role {short(written)}; use system, user, assistant or tool"
         raise RejectedError("unknown role", detail)
+    other = given.get("from", written)
+    if not isinstance(other, str) or ROLES.get(other) != role:
+        raise RejectedError("several shapes", f"{name} has both role and from; keep one")
     if media := sorted(key for key in MEDIA if given.get(key)):
         raise RejectedError("not text", f"{name} has {media[0]}; only text is read")
     unread = UNREAD if role == "assistant" else UNREAD_OF_OTHERS
@@ -845,6 +888,9 @@ def _message(given: Any, name: str) -> dict[str, Any]:
         kept = {k: check_text(v, f"{name}'s {k}") for k, v in names.items() if v is not None}
         return {"role": role, "content": check_text(content, name), **kept}
     message: dict[str, Any] = {"role": role}
+    if left := [key for key, value in NOT_LEARNED.items() if given.get(key) == value]:
+        detail = f"{name} has {left[0]} {given[left[0]]}, which is not read; give it weight 0"
+        raise RejectedError("unread field", detail)
     weight = given.get("weight")
     if weight not in (None, 0, 1):
         raise RejectedError("weight", f"{name} has the weight {short(weight)}; give 0 or 1")
@@ -890,6 +936,13 @@ def _tool_calls(given: Any, name: str) -> list[dict[str, Any]]:
         try:
             call = _decoded(call)
             function = call.get("function", call)
+            known = FUNCTION_KEYS | CALL_KEYS if function is call else FUNCTION_KEYS
+            unread = [one for one in function if one not in known and function[one]]
+            if function is not call:
+                unread += [one for one in call if one not in CALL_KEYS and call[one]]
+            if unread:
+                detail = f"{name} has a tool call with {short(unread[0])}, which is not read"
+                raise RejectedError("tool call", f"{detail}; give a name and arguments")
             arguments = function.get("arguments", {})
             arguments = _decoded(arguments)
             if not isinstance(arguments, dict) or not isinstance(function["name"], str):

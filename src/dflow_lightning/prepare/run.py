@@ -334,7 +334,7 @@ class RowMaker:
             messages: the conversation as the target wrote it.
             answers: its tokens, by the index of the message.
             sample: added to the id.
-            cut: why the target wrote fewer answers than the conversation has room for.
+            cut: why there are fewer answers than the conversation has room for.
         """
         try:
             turns = self._turns(conversation, messages, answers)
@@ -451,7 +451,7 @@ def _kept(maker: RowMaker, conversation: Conversation) -> Iterator[PreparedRow] 
         return Reject("no answer", "it has no answer to keep; let the target answer, or drop it")
     if not conversation.num_supervised:
         return Reject("no answer", "every answer has the weight 0; let the target answer")
-    return maker.rows(conversation, messages, {})
+    return maker.rows(conversation, messages, {}, cut="" if conversation.is_answered else "open")
 
 
 def _answered(

@@ -1,0 +1,3 @@
+"""Profiles are loaded before the tests are collected."""
+
+import effort  # noqa: F401
