@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,24 @@ from dflow_lightning.errors import InputError
 from dflow_lightning.export import command as export_module
 from dflow_lightning.export.command import export_command
 from dflow_lightning.export.validate import validate_export_command
-from dflow_lightning.models.device import choose_device, choose_dtype
+from dflow_lightning.models.device import (
+    choose_device,
+    choose_dtype,
+    device_of,
+    run_device,
+    run_on,
+)
 from dflow_lightning.models.dims import DrafterConfig
 from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.run.fit import TrainCLI
+from dflow_lightning.run.signals import Signals
 from dflow_lightning.serving.check import serve_check_command
 from dflow_lightning.sweep.command import SweepSettings
 from dflow_lightning.training.base import TargetConfig
 from dflow_lightning.training.module import DrafterModule
 from dflow_lightning.training.saved import Checkpoint, load_trained
 
+pytest_plugins = ["launch"]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -167,6 +177,35 @@ def test_export_rebuilds_where_it_is_asked_to(options, count, device, gpus, monk
     with pytest.raises(LoadedError) as caught:
         export_command(checkpoint=tmp_path / "some.ckpt", out=tmp_path / "out", **options)
     assert caught.value.args == (device,)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "count", "expected"),
+    [("cpu", 8, CPU), ("gpu", 8, GPU), ("cuda", 1, GPU), ("auto", 8, GPU), ("auto", 0, CPU),
+     (SimpleNamespace(class_path="lightning.pytorch.accelerators.CPUAccelerator"), 8, CPU)],
+)  # fmt: skip
+def test_auto_is_of_the_device_that_the_trainer_names(gpus, accelerator, count, expected):
+    gpus(count)
+    assert device_of(accelerator) == expected
+
+
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
+@pytest.mark.usefixtures("launch")  # which takes back what the trainer sets
+def test_a_recipe_for_the_cpu_is_float32_on_a_machine_with_gpus(gpus, recipe, run_options):
+    """As tiny recipes and the demo are run there (F29)."""
+
+    class Built(TrainCLI):
+        def _run_subcommand(self, subcommand: str) -> None:
+            """Nothing runs."""
+
+    gpus(8)
+    built = Built(["fit", "--config", str(recipe), *run_options], Signals())
+    assert built.model.target.dtype is torch.float32
+    assert built.model.target_config.dtype == "auto"  # the checkpoint may be used elsewhere
+    with run_on(GPU):
+        module = DrafterModule(target=TargetConfig(path=built.model.target.name))
+    assert module.target.dtype is torch.bfloat16
+    assert run_device() == GPU  # `gpus` says so
 
 
 @pytest.mark.parametrize(("device", "dtype"), [(CPU, "float32"), (GPU, "bfloat16")])

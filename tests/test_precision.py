@@ -1,13 +1,16 @@
 """What stays float32 under bfloat16: weights, gradients, moments, statistics, angles, losses."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+from eagle3_training import make_eagle3
 from test_module import uneven_batch, with_rounds
 from training import make_module
 
 from dflow_lightning.models.layers import RMSNorm, rotate
+from dflow_lightning.training.precision import ComputePrecision
 
 BF16 = torch.bfloat16
 
@@ -84,6 +87,39 @@ def test_a_mixed_step_keeps_weights_gradients_and_moments_in_float32(tiny_target
         assert parameter.grad is None or parameter.grad.dtype == torch.float32
     moments = [value for state in optimizer.state.values() for value in state.values()]
     assert {value.dtype for value in moments} == {torch.float32}
+
+
+MODULES = {
+    "dflow": make_module,
+    "dflash": partial(make_module, relay=False),
+    "domino-dflow": partial(make_module, causal_head=True),
+    "carryover": partial(make_module, carryover=True, relay=False),
+    "eagle3": make_eagle3,
+}
+
+
+@pytest.mark.parametrize("rolls_out", [True, False])
+@pytest.mark.parametrize("method", MODULES)
+def test_every_target_type_trains_under_every_precision(method, rolls_out, tiny_target_dir):
+    """A step without rollouts too, as before `rollout.start` and in validation (F29)."""
+    batch, reference = uneven_batch(), None
+    for target in (torch.float32, BF16, torch.float16):
+        for name in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
+            precision = ComputePrecision.named(name)
+            module = MODULES[method](tiny_target_dir).to(precision.parameters)
+            module.target.model.to(target)
+            torch.manual_seed(3)  # EAGLE-3 samples positions
+            with precision.autocast("cpu"):
+                rolled = rolls_out and method != "eagle3"
+                inputs = with_rounds(module, batch) if rolled else module.step_inputs(batch)
+                loss, _ = module.objective(inputs)
+            loss.backward()
+            assert all(
+                p.grad is not None and p.grad.dtype == precision.parameters
+                for p in module.parameters()
+            )
+            reference = loss.item() if reference is None else reference
+            assert loss.item() == pytest.approx(reference, rel=0.02), (target, name)
 
 
 def test_small_updates_survive():

@@ -22,6 +22,7 @@ from dflow_lightning.decode import SpeculativeDecoder
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.dims import DrafterConfig, DrafterDims
 from dflow_lightning.models.drafter import Drafter, start_from_target
+from dflow_lightning.models.fingerprint import weights_fingerprint
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.plan.command import empty_target
 
@@ -149,13 +150,19 @@ def test_fingerprint_follows_every_tensor(tiny_target, tiny_target_dir):
             parameter.view(-1)[0] = kept
 
 
-def test_fingerprint_does_not_depend_on_the_loaded_precision(tiny_target, save):
-    """Stored in bfloat16, as models are published: float32 on a CPU, bfloat16 on a GPU."""
-    stored = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).to(torch.bfloat16)
-    folder = str(save(stored))
-    half, full = (FrozenTarget.load(folder, dtype=dtype) for dtype in ("bfloat16", "float32"))
-    assert (half.dtype, full.dtype) == (torch.bfloat16, torch.float32)
-    assert half.fingerprint == full.fingerprint != tiny_target.fingerprint
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_fingerprint_does_not_depend_on_the_loaded_precision(stored, tiny_target, save):
+    """Stored in bfloat16, as models are published, and with numbers that float16 cannot hold."""
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-5)
+    folder = str(save(model.to(stored)))
+    names = ("bfloat16", "float32", "float16")
+    found = [FrozenTarget.load(folder, dtype=name) for name in names]
+    assert [str(one.dtype) for one in found] == [f"torch.{name}" for name in names]
+    (fingerprint,) = {one.fingerprint for one in found}
+    assert fingerprint == weights_fingerprint(model.state_dict().items())
+    assert fingerprint != tiny_target.fingerprint
 
 
 def test_stop_ids_of_all_sources_together(tiny_target_dir, tiny_target):

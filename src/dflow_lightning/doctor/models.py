@@ -31,6 +31,7 @@ from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.data.prepared import is_prepared, read_manifest
 from dflow_lightning.doctor.recipe import Preflight, documents
 from dflow_lightning.formats.tap_fingerprint import ROUNDED_TOLERANCE, TOLERANCE, tapped_states
+from dflow_lightning.models.device import run_on
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.plan.measure import build_module
 from dflow_lightning.tensors.attention import formulation_for
@@ -55,7 +56,8 @@ class Loaded(Preflight):
     @cached_property
     def module(self) -> Any:
         """Built by the check `drafter`, the first to ask for it, which reports what is refused."""
-        module = build_module(self.recipe.model)
+        with run_on(self.device):
+            module = build_module(self.recipe.model)
         module.to(self.device)
         module.target.to(self.device)
         return module

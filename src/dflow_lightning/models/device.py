@@ -1,12 +1,16 @@
 """Where a target runs and in which type: the one place that decides both."""
 
-from typing import Literal, get_args
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, get_args
 
 import torch
 
 from dflow_lightning.errors import InputError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_RUN_DEVICE: ContextVar[torch.device | None] = ContextVar("device of the run", default=None)
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -50,3 +54,29 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
+
+
+@contextmanager
+def run_on(device: torch.device) -> Iterator[None]:
+    """Modules that are built meanwhile are for this device, wherever they are built.
+
+    A training module loads its target before a trainer has told it the device.
+    """
+    token = _RUN_DEVICE.set(device)
+    try:
+        yield
+    finally:
+        _RUN_DEVICE.reset(token)
+
+
+def run_device() -> torch.device:
+    """The device of `run_on`; outside it that of `auto`."""
+    return _RUN_DEVICE.get() or choose_device()
+
+
+def device_of(accelerator: Any) -> torch.device:
+    """The kind of device that `trainer.accelerator` leads to: a name of Lightning's, or a class."""
+    name = str(getattr(accelerator, "class_path", accelerator)).lower()
+    if name == "auto":
+        return choose_device()
+    return torch.device("cpu" if "cpu" in name else "cuda")

@@ -50,6 +50,7 @@ class FrozenTarget:
         self.tokenizer = tokenizer
         self.name = name
         self.sharded = False
+        self._source: str | None = None  # where it was loaded from, if it was
         self._context_said = False
         self.config = model.config.get_text_config()
         self._decoder = model.get_decoder()
@@ -101,7 +102,9 @@ class FrozenTarget:
                 f"target: {path} lacks {len(absent)} tensors, first {absent[0]}; "
                 "save or download the model again"
             )
-        return cls(model.to(device), tokenizer, path)
+        target = cls(model.to(device), tokenizer, path)
+        target._source = source
+        return target
 
     def _check_supported(self) -> None:
         if not hasattr(self._decoder, "layers"):
@@ -168,9 +171,16 @@ class FrozenTarget:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the weights: names, shapes and a strided sample of every tensor, in bfloat16."""
+        """Hash of the weights: names, shapes and a strided sample of every tensor, in bfloat16.
+
+        float16 loses what bfloat16 keeps of small numbers, and rounds float32 to others. A target
+        in float16 is read once more, in bfloat16: it is the same whatever it is loaded in.
+        """
         if not hasattr(self, "_fingerprint"):
-            self._fingerprint = weights_fingerprint(self.model.state_dict().items())
+            model = self.model
+            if self.dtype == torch.float16 and self._source is not None:
+                model = AutoModelForCausalLM.from_pretrained(self._source, dtype=torch.bfloat16)
+            self._fingerprint = weights_fingerprint(model.state_dict().items())
         return self._fingerprint
 
     def not_finite(self) -> InputError:

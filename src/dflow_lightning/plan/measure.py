@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 import torch
 
 from dflow_lightning.data.datamodule import Batch
+from dflow_lightning.models.device import run_on
 from dflow_lightning.plan.memory import GIB, Plan, Sharding, amount
 from dflow_lightning.plan.work import Work
 from dflow_lightning.training.base import TrainingModule
@@ -32,7 +33,8 @@ def measured_lines(plan: Plan) -> list[str]:
     gpu = torch.cuda.is_available() and plan.recipe.trainer.accelerator != "cpu"
     device = torch.device("cuda" if gpu else "cpu")
     start = held(device)
-    module = build_module(plan.recipe.model, init_from=None).train()  # a step of any weights
+    with run_on(device):
+        module = build_module(plan.recipe.model, init_from=None).train()  # a step of any weights
     module.target.to(device)
     loaded = held(device)
     module.to(device)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from dflow_lightning.errors import InputError
+from dflow_lightning.models.device import choose_dtype
 from dflow_lightning.models.relay import Relay
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.tensors.attention import formulation_for
@@ -126,9 +127,10 @@ class Plan:
 
     @property
     def target_dtype(self) -> str:
-        """The target's dtype; `auto` is float32 on a CPU, whatever the precision, else bfloat16."""
-        given = str(self.recipe.model.target.dtype)
-        return ("float32" if self.on_cpu else "bfloat16") if given == "auto" else given
+        """The name of the target's dtype, whatever the precision of the run."""
+        device = torch.device("cpu" if self.on_cpu else "cuda")
+        dtype = choose_dtype(str(self.recipe.model.target.dtype), device)
+        return str(dtype).removeprefix("torch.")
 
     @property
     def target_bytes(self) -> int:

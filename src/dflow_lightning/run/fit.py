@@ -20,6 +20,7 @@ from dflow_lightning.commandline.recipe import Recipe
 from dflow_lightning.data.datamodule import ChatDataModule
 from dflow_lightning.errors import InputError, RunError
 from dflow_lightning.files import check_no_chain
+from dflow_lightning.models.device import device_of, run_on
 from dflow_lightning.run.checkpoint import CHECKPOINT_FOLDER, Checkpointing, find_checkpoint
 from dflow_lightning.run.guards import Guards, out_of_memory
 from dflow_lightning.run.progress import RunProgress
@@ -131,6 +132,11 @@ class TrainCLI(LightningCLI):
             for warning in self.resumed.compare(recipe, defaults):
                 if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
                     print(labelled("warning: ", warning, sys.stderr), file=sys.stderr)
+
+    def instantiate_classes(self) -> None:
+        """Builds everything; the target's type is that of the trainer's device."""
+        with run_on(device_of(self._settings.trainer.accelerator)):
+            super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer of this run folder, with the record and the progress display."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dflow_lightning.data.datamodule import Batch, ChatDataModule
 from dflow_lightning.errors import InputError
+from dflow_lightning.models.device import choose_dtype, run_device
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.tensors.blocks import Anchors, draw_anchors
 from dflow_lightning.tensors.loss import LossWindow
@@ -59,8 +60,11 @@ class TrainingModule(LightningModule):
         self.target_config, self.optimizer_config = target, optimizer
         self.num_anchors, self.seed = num_anchors, seed
         # FrozenTarget is no nn.Module: it never enters checkpoints, optimizers or reducers.
+        dtype = choose_dtype(target.dtype, run_device())
         self.target = FrozenTarget.load(
-            target.path, dtype=_dtype(target.dtype), attn_implementation=target.attn_implementation
+            target.path,
+            dtype=str(dtype).removeprefix("torch."),
+            attn_implementation=target.attn_implementation,
         )
         self._window = LossWindow()  # the micro-batches of the coming optimizer step
         self._held_out = LossWindow()  # those of a validation or a test
@@ -232,8 +236,3 @@ class TrainingModule(LightningModule):
         """
         gather = getattr(self.trainer.strategy, "whole", None) if self._trainer else None
         return part if gather is None else gather(part)
-
-
-def _dtype(name: str) -> str:
-    """`auto` resolved before a device is known: bfloat16 where there is a GPU to run on."""
-    return ("bfloat16" if torch.cuda.is_available() else "float32") if name == "auto" else name

@@ -184,12 +184,13 @@ class DrafterModule(TrainingModule):
         shares_R = torch.stack([sums_R4.new_full((), share) for share in shares])
         loss = window.add(sums_R4, totals_R4, shares_R)
         if all(current.rejected is None for current in inputs.rounds):
-            loss = loss + 0.0 * self._idle(loss.dtype)
+            loss = loss + 0.0 * self._idle()
         # Data-parallel strategies average gradients, but the denominators are sums already.
         return (loss * self.trainer.world_size if self._trainer is not None else loss), totals_R4
 
-    def _idle(self, dtype: torch.dtype) -> Tensor:
+    def _idle(self) -> Tensor:
         """Relay and carryover on empty rows: every process touches every parameter in each step."""
+        dtype = self.drafter.fc.weight.dtype  # a causal head's loss is of another
         row_D = torch.zeros(self.drafter.dims.hidden_size, dtype=dtype, device=self.device)
         valid = torch.ones(1, dtype=torch.bool, device=self.device)
         found = row_D.sum()

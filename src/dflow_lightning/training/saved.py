@@ -11,7 +11,7 @@ import torch
 
 from dflow_lightning.errors import InputError
 from dflow_lightning.formats import integrity
-from dflow_lightning.models.device import choose_dtype
+from dflow_lightning.models.device import run_on
 from dflow_lightning.training.base import BLOCK, CHECKPOINT_KEY, TargetConfig
 from dflow_lightning.training.eagle3_module import Eagle3Module
 from dflow_lightning.training.module import DrafterModule
@@ -124,12 +124,11 @@ def load_trained(
     saved = checkpoint.require_identity()
     config = TargetConfig(**saved["target_config"])
     config.path = config.path if target is None else target
-    if config.dtype == "auto":  # the module itself decides by the machine, not by this device
-        config.dtype = "float32" if choose_dtype("auto", device) == torch.float32 else "bfloat16"
     kind: type[DrafterModule | Eagle3Module] = (
         DrafterModule if saved.get("method", BLOCK) == BLOCK else Eagle3Module
     )
-    module = kind.from_checkpoint(checkpoint.content, config, **training)
+    with run_on(device):
+        module = kind.from_checkpoint(checkpoint.content, config, **training)
     module.target.to(device)  # which is no part of the module
     return module.to(device)
 
