@@ -205,7 +205,7 @@ def test_the_parts_work_in_a_trainer_of_lightning(
 
 
 def test_decoders_of_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"drafter: .* holds no config\.json"):
+    with pytest.raises(InputError, match=r"drafter: .* does not exist; give a folder"):
         load_decoder(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match=r"target is missing: .* names none; give"):

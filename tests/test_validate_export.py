@@ -127,7 +127,7 @@ def test_a_damaged_folder_is_status_1(run, tiny_target_dir, data_dir, launch: "L
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("--drafter=nowhere", "drafter: nowhere is not a folder"),
+        ("--drafter=nowhere", "drafter: nowhere does not exist"),
         ("--target=nowhere/at/all", "target: nowhere/at/all does not exist"),
         ("--checkpoint=nowhere.ckpt", "checkpoint: nowhere.ckpt does not exist"),
         ("--num_prompts=0", "num_prompts is 0; "),
