@@ -202,8 +202,10 @@ def test_a_recipe_for_the_cpu_is_float32_on_a_machine_with_gpus(gpus, recipe, ru
     built = Built(["fit", "--config", str(recipe), *run_options], Signals())
     assert built.model.target.dtype is torch.float32
     assert built.model.target_config.dtype == "auto"  # the checkpoint may be used elsewhere
+    drafter = DrafterConfig(num_layers=1, block_size=4, target_layer_ids=[0])
     with run_on(GPU):
-        module = DrafterModule(target=TargetConfig(path=built.model.target.name))
+        path = built.model.target.name
+        module = DrafterModule(target=TargetConfig(path=path), drafter=drafter)
     assert module.target.dtype is torch.bfloat16
     assert run_device() == GPU  # `gpus` says so
 
