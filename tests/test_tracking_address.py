@@ -1,16 +1,22 @@
 """Run folders of any name, databases of another MLflow, and the dashboard's view of a run."""
 
+import ast
 import json
+import re
 import shutil
 import socket
 import sqlite3
+from html import unescape
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from mlflow import MlflowClient
 from processes import free_port
 
+import dflow_lightning
 from dflow_lightning.errors import InputError
+from dflow_lightning.html import image
 from dflow_lightning.tracking import store as tracking_store
 from dflow_lightning.tracking.address import sqlite_file, sqlite_uri
 from dflow_lightning.tracking.callback import Tracking
@@ -33,6 +39,28 @@ def test_f12_an_address_leads_back_to_its_file(name: str, tmp_path: Path) -> Non
     path = tmp_path / name / "mlflow.db"
     assert sqlite_file(sqlite_uri(path)) == path
     assert sqlite_file("http://127.0.0.1:5000") is None
+
+
+def test_f12_addresses_of_files_are_made_in_one_place() -> None:
+    """F12: a path that is pasted into an address is cut or decoded; `as_uri` quotes it."""
+    package = Path(dflow_lightning.__file__).parent
+    pasted = [
+        f"{path.relative_to(package)}:{node.lineno}"
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.JoinedStr | ast.BinOp)
+        and re.search(r"['\"](sqlite|file):/", ast.unparse(node))
+    ]
+    assert pasted == []
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_f12_a_page_finds_the_pictures_beside_it(name: str) -> None:
+    """F12: `report --out 'runs#2.html'` had no pictures."""
+    (source,) = re.findall(r'<img src="([^"]*)"', image(f"{name}_files/tau.png", "tau"))
+    address = urlsplit(unescape(source))
+    assert (address.query, address.fragment) == ("", "")
+    assert unquote(address.path) == f"{name}_files/tau.png"
 
 
 @pytest.mark.parametrize("name", ["which?", "50%41", 'it\'s "so"'])

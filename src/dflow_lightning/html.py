@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
+from urllib.parse import quote
 
 PAGE_STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#111}
@@ -40,9 +41,13 @@ def html_table(caption: str, header: Sequence[str], lines: Sequence[Sequence[str
 
 
 def image(source: str, caption: str) -> str:
-    """A picture beside the page."""
+    """A picture beside the page.
+
+    Args:
+        source: its path from there; a browser reads `#`, `?` and `%` of an address otherwise.
+    """
     return (
-        f'<figure><img src="{escape(source)}" alt="{escape(caption)}">'
+        f'<figure><img src="{escape(quote(source))}" alt="{escape(caption)}">'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
 

@@ -1,6 +1,7 @@
 """An export as a version of a registered model, in the tracking store of the run it came from."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -76,7 +77,9 @@ def register_version(destination: Destination, checkpoint: Checkpoint, out: Path
     store = RunStore(destination)
     run_id = store.existing_run()
     client = store.client
-    folder = f"drafter/{file.stem}-step{int(content.get('global_step') or 0):07}"
+    # Part of an address: a checkpoint's file may have any name.
+    plain = re.sub(r"[^\w.=-]", "-", file.stem, flags=re.ASCII)
+    folder = f"drafter/{plain}-step{int(content.get('global_step') or 0):07}"
     client.log_artifacts(run_id, str(out), folder)
     try:
         client.create_registered_model(name)
