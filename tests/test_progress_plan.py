@@ -1,6 +1,8 @@
 """The summary of a run, and the estimate of its length."""
 
+import heapq
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from eagle3_training import make_eagle3
 from training import make_module
 
+from dflow_lightning.prepare import progress as prepare_progress
 from dflow_lightning.run import progress
 from dflow_lightning.run.summary import method
 from dflow_lightning.training.rollout import OnlineRollout
@@ -56,3 +59,23 @@ def test_f24_an_estimate_is_near_the_truth_after_a_minute(monkeypatch: pytest.Mo
     total = now[0]
     assert len(shown) > 1900
     assert all(0.7 * total < estimate < 1.3 * total for estimate in shown)
+
+
+def test_f24_prepare_is_near_the_truth_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target loads for 25 s, then 32 answers of 3 to 15 s each are in flight at any time."""
+    rng, rows, now = Random(0), 2000, [0.0]
+    monkeypatch.setattr(prepare_progress.time, "perf_counter", lambda: now[0])
+    flights = sorted(25.0 + rng.uniform(3, 15) for _ in range(32))
+    shown = list[float]()
+    progress = prepare_progress.PrepareProgress("answers", rows)
+    for _ in range(rows):
+        now[0] = flights[0]
+        heapq.heapreplace(flights, now[0] + rng.uniform(3, 15))
+        progress.count(100)
+        left = progress.remaining(now[0])
+        assert left is not None
+        if now[0] >= 60:
+            shown.append(now[0] + left)
+    assert len(shown) > 1800
+    assert all(0.7 * now[0] < estimate < 1.3 * now[0] for estimate in shown)
+    assert progress.text(now[0]).endswith("eta 0:00:00")
