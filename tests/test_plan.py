@@ -23,7 +23,7 @@ from dflow_lightning.models.relay import ProjectedRows, Relay
 from dflow_lightning.models.target import FrozenTarget
 from dflow_lightning.plan.command import answers, hours, make_plan, parse, sharding_of, steps
 from dflow_lightning.plan.measure import build_module, measured_lines, training_step
-from dflow_lightning.plan.memory import ZERO_BUCKETS, Plan
+from dflow_lightning.plan.memory import ZERO_BUCKETS, Plan, parameter_count
 from dflow_lightning.plan.work import Work
 from dflow_lightning.tensors.blocks import Anchors
 from dflow_lightning.training.step_inputs import Rollout, RolloutConfig, Round, clean_forward
@@ -43,6 +43,7 @@ def qwen3(hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool
         "head_dim": 128, "intermediate_size": intermediate, "vocab_size": 151936,
         "tie_word_embeddings": tied, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
         "rope_theta": 1000000, "hidden_act": "silu", "eos_token_id": 151645,
+        "dtype": "bfloat16",
     }  # fmt: skip
 
 
@@ -284,6 +285,18 @@ def test_zero_shards_what_its_stage_says(configs: dict[str, Path]) -> None:
         assert state[1] == pytest.approx(gradients + ZERO_BUCKETS)
         assert state[2] == pytest.approx(optimizer)
         assert (found.cpu_memory > 0) == name.endswith("offload")
+
+
+def test_a_node_maps_the_target_once_or_copies_it_in_each_process(configs: dict[str, Path]) -> None:
+    plan = of_recipe(configs, "8b", "--gpus", 8)
+    whole = parameter_count(plan.target.model)
+    assert (plan.target_copies, plan.loading_memory) == (1, 2 * whole)  # saved in bfloat16
+    wider = of_recipe(configs, "8b", "--gpus", 8, "--model.target.dtype=float32")
+    assert (wider.target_copies, wider.loading_memory) == (8, 8 * 4 * whole)
+    two = of_recipe(
+        configs, "8b", "--gpus", 8, "--trainer.num_nodes=2", "--model.target.dtype=float16"
+    )
+    assert (two.target_copies, two.loading_memory) == (4, 4 * 2 * whole)
 
 
 def test_recomputed_layers_keep_their_input(configs: dict[str, Path]) -> None:

@@ -289,3 +289,20 @@ def test_f43_stop_tokens_that_are_none_are_refused(tiny_target_dir, tmp_path):
     for load in (lambda path: FrozenTarget.load(path).stop_token_ids, served):
         with pytest.raises(InputError, match=r"eos_token_id \['x'\] in a GenerationConfig; give"):
             load(str(folder))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux tells what is mapped")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_of_the_stored_type_are_mapped_so_that_processes_share_them(
+    dtype: str,
+) -> None:
+    folder = Path(__file__).parents[1] / "data/tiny-qwen3"  # in bfloat16
+    target = FrozenTarget.load(str(folder), dtype=dtype)
+    mapped = [
+        range(*(int(end, 16) for end in line.split()[0].split("-")))
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if str(folder) in line
+    ]
+    weights = target.layer_weights(0).values()
+    found = [any(weight.data_ptr() in part for part in mapped) for weight in weights]
+    assert found == [dtype == "bfloat16"] * len(found)

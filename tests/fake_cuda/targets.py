@@ -22,7 +22,7 @@ def qwen3(size: str) -> Qwen3Config:
         intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=8 if size != "small" else 2, head_dim=128, tie_word_embeddings=tied,
         max_position_embeddings=40960, eos_token_id=EOS if size != "small" else 1,
-        bos_token_id=None, pad_token_id=0,
+        bos_token_id=None, pad_token_id=0, dtype="bfloat16",
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
     )  # fmt: skip
 

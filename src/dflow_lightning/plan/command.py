@@ -95,6 +95,7 @@ def numbers(plan: Plan) -> dict[str, Any]:
         "gpus": plan.gpus,
         "gpu_memory_bytes": plan.memory(),
         "cpu_memory_bytes": plan.cpu_memory,
+        "loading_memory_bytes": None if plan.on_cpu else plan.loading_memory,
         "rows": rows,
         "rows_per_step": plan.gpus * plan.rows * plan.recipe.trainer.accumulate_grad_batches,
         "steps": total,
@@ -255,7 +256,15 @@ def memory_table(plan: Plan, gpu_memory: float) -> list[str]:
         f"  {f'total, of {of}':<56}{sum(parts.values()) / GIB:>18.2f}",
         *([f"  {'CPU memory of all processes':<56}{plan.cpu_memory / GIB:>18.2f}"]
           if plan.cpu_memory else []),
+        *([] if plan.on_cpu else [f"  {loading(plan):<56}{plan.loading_memory / GIB:>18.2f}"]),
     ]  # fmt: skip
+
+
+def loading(plan: Plan) -> str:
+    """What a node's CPU memory holds while the target is loaded."""
+    copies = plan.target_copies
+    shared = "mapped once" if copies == 1 else f"{copies} copies in {plan.target_dtype}"
+    return f"CPU memory of a node, target being loaded, {shared}"
 
 
 def work(plan: Plan) -> list[str]:

@@ -223,6 +223,22 @@ class Plan:
         """Bytes that an optimizer in CPU memory takes on a node: weights, gradients, moments."""
         return self.trained * 16 if self.sharding.offload else 0
 
+    @property
+    def target_copies(self) -> int:
+        """Copies of the target in the CPU memory of a node, while its processes load it.
+
+        Files of the wanted type are mapped, and all processes share their pages; of another type
+        each process makes a copy of its own.
+        """
+        stored = str(getattr(self.target.model.config, "dtype", None)).removeprefix("torch.")
+        processes = max(1, self.gpus // self.recipe.trainer.num_nodes)
+        return 1 if stored == self.target_dtype else processes
+
+    @property
+    def loading_memory(self) -> int:
+        """Bytes of CPU memory that those copies take; on GPUs they are dropped afterwards."""
+        return self.target_copies * parameter_count(self.target.model) * self.target_bytes
+
     def features(self) -> int:
         """Taps of the clean rows, `[B, S, T*D]`, and of a round's verify rows, `[B, R, K, T*D]`."""
         rows = self.rows * (self.recipe.data.max_length + self.relay_slots)
