@@ -3,6 +3,9 @@
 Kept memory is counted as the tensors that autograd saves, once per storage.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from test_module import gradients, uneven_batch, wake_relay, with_rounds
@@ -10,8 +13,10 @@ from training import make_module
 
 from dflow_lightning.data.datamodule import Batch
 from dflow_lightning.models.dims import DrafterConfig
+from dflow_lightning.models.slot_cache import SlotCache
 from dflow_lightning.tensors.loss import token_losses
 from dflow_lightning.training.module import DrafterModule, TargetConfig
+from dflow_lightning.training.step_inputs import RolloutConfig
 
 BF16 = torch.bfloat16
 
@@ -94,6 +99,30 @@ def test_what_the_loss_keeps_does_not_depend_on_vocabulary_or_chunks(fast):
             kept[vocabulary, chunk] = saved.bytes
     assert len(set(kept.values())) == 1
     assert kept[16, 1] <= hidden.nbytes + labels.nbytes
+
+
+def test_the_targets_keys_and_values_end_with_the_inputs_of_a_step(step, monkeypatch):
+    """At once: nothing behind reads them, and no circle of references keeps them."""
+    module, batch = step
+    caches: list[weakref.ref[SlotCache]] = []
+
+    def new_cache(capacity: int) -> SlotCache:
+        cache = SlotCache(module.target.num_layers, capacity)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(module.target, "new_cache", new_cache)
+    rollout = RolloutConfig(num_rounds=1, num_anchors=4)
+    gc.disable()
+    try:
+        inputs = module.begin_step(batch)
+        assert caches[0]() is inputs.cache
+        del inputs
+        steps = [module.step_inputs(batch, rollout), module.step_inputs(batch)]
+        assert [cache() for cache in caches] == [None] * 3
+        assert [step.cache for step in steps] == [None] * 2
+    finally:
+        gc.enable()
 
 
 def test_only_the_tapped_layers_outlive_the_clean_forward(step):

@@ -308,6 +308,28 @@ def test_recomputed_layers_keep_their_input(configs: dict[str, Path]) -> None:
     assert sum(fewer.values()) < 0.6 * sum(parts.values())
 
 
+def test_phases_do_not_add_up(configs: dict[str, Path]) -> None:
+    """Loss, a layer's backward pass and the target's cache take turns; the largest is planned."""
+    plan = of_recipe(configs, "8b")
+    for each in (plan, replace(plan, recompute=True)):
+        rollout, loss, backward = (sum(parts.values()) for parts in each.phases())
+        assert backward > loss > rollout
+        always = sum(each.trained_state().values()) + each.features()
+        assert each.total == pytest.approx(next(iter(each.memory().values())) + always + backward)
+        parts = each.activation_parts()
+        assert backward == sum(parts.values()) - parts["final norm"] - parts["loss"]
+    few = of_recipe(configs, "8b", "--model.num_anchors=4", "--rollout.num_anchors=4")
+    assert any(name.startswith("target KV") for name in few.memory())
+
+
+def test_only_one_recomputed_layer_has_a_copy_for_autocast(configs: dict[str, Path]) -> None:
+    plan = of_recipe(configs, "8b")
+    whole = next(iter(plan.trained_state().values()))
+    least = next(iter(replace(plan, recompute=True).trained_state().values()))
+    four = sum(p.numel() for layer in plan.drafter.layers[1:] for p in layer.parameters())
+    assert whole - least == 2 * four
+
+
 @pytest.mark.parametrize("size", ["32b", "70b"])
 def test_a_sharded_target_fits(configs: dict[str, Path], size: str) -> None:
     large = of_recipe(configs, "8b", "--gpus", 8, "--target_config", configs[size])

@@ -292,11 +292,13 @@ def test_no_rounds_leave_the_step_to_the_module(step):
 def test_a_rollout_leaves_the_clean_features_as_they_are(step):
     """Blocks are written behind the text in the cache, so a second rollout gives the same."""
     module, batch = step
-    inputs = rolled(module, batch)
+    config = RolloutConfig(num_rounds=ROUNDS, num_anchors=14)
+    inputs = module.begin_step(batch, extra_slots=config.slots(K))
+    module.rollout(config).extend(inputs)
     alone = clean_forward(module.target, batch, module.drafter.dims.target_layer_ids, 0)
     assert torch.equal(inputs.taps_BSC, alone.taps_BSC)
     first = inputs.rounds[1:]
     del inputs.rounds[1:]
-    module.rollout(RolloutConfig(num_rounds=ROUNDS, num_anchors=14)).extend(inputs)
+    module.rollout(config).extend(inputs)
     for one, other in zip(first, inputs.rounds[1:], strict=True):
         assert torch.equal(one.rejected.taps_BNKC, other.rejected.taps_BNKC)

@@ -8,6 +8,8 @@ With `--out` every finished case is appended to a file at once, and a second run
 first one stopped; cases that ended with an error run again, and with `--fresh` all that are chosen.
 A case is finished for the same settings, recipe and torch: after a change of the package, choose
 what it touches and add `--fresh`.
+A change of `plan` alone needs no new run: the peaks of finished cases are compared with what `plan`
+says now. `--verdicts` does only that.
 
 `ok` is no error of device or dtype, no copy between host and device in a round of decoding, and a
 peak of memory within 15 % of `plan` (shapes of recipes alone: `plan` is for those). Training steps
@@ -25,6 +27,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +38,13 @@ for folder in (ROOT / "src", ROOT / "tests"):
     sys.path.insert(0, str(folder))
 
 import torch  # noqa: E402
+import yaml  # noqa: E402
 from fake_cuda.machine import HAS_BACKWARD, allow_fake_devices, need_driver  # noqa: E402
 from fake_cuda.runs import GIB, Found, build, fake_run, planned, rounds, train_step  # noqa: E402
 from fake_cuda.targets import SHAPES, saved  # noqa: E402
 from fake_cuda.watch import PINNED, READS  # noqa: E402
 
+from dflow_lightning.commandline.recipe import read_layers  # noqa: E402
 from dflow_lightning.decode.state import Models  # noqa: E402
 from dflow_lightning.tensors.blocks import slot_positions  # noqa: E402
 
@@ -68,12 +73,12 @@ VARIANTS = {  # of DFlow at the smallest published shape
     "teacher forced": ["--rollout.mode=teacher_forced"],
     "clean features": ["--rollout.mode=clean_features"],
     "detached": ["--model.relay.detach_features=true"],
-    "packed": ["--data.pack=true"],
+    "not packed": ["--data.pack=false"],
     "accumulated": ["--trainer.accumulate_grad_batches=2"],
 }
 SMALL = ["--model.num_anchors=24", "--rollout.num_anchors=6", "--data.max_length=96",
          "--data.batch_size=2", "--model.drafter.num_layers=2"]  # fmt: skip
-QUICK_VARIANTS = ("32-true", "ddp", "zero3", "recomputed", "target's argmax", "packed")
+QUICK_VARIANTS = ("32-true", "ddp", "zero3", "recomputed", "target's argmax", "not packed")
 
 
 def copying(*args: Any, **kwargs: Any) -> Any:
@@ -81,17 +86,19 @@ def copying(*args: Any, **kwargs: Any) -> Any:
     return slot_positions(*args, **kwargs) + torch.zeros((), dtype=torch.long).to("cuda:0")
 
 
-# Faults that were there once: what is patched, by what, and what the table must then say.
-PLANTS: dict[str, tuple[str, Any, str]] = {
+# Faults that were there once: what is patched, by what, what the table must then say, and the rules
+# of the rounds that show it; a step without them.
+PLANTS: dict[str, tuple[str, Any, str, tuple[str, ...]]] = {
     "no autocast in rollouts": (
         "dflow_lightning.run.strategy.ZeroPrecision.forward_context",
-        lambda self: contextlib.nullcontext(), "torch.float32",
+        lambda self: contextlib.nullcontext(), "torch.float32", (),
     ),
     "a copy that waits in a step": (
         "dflow_lightning.tensors.blocks._sent",
-        lambda keys_BS, device: keys_BS.to(device), "waits in a step",
+        lambda keys_BS, device: keys_BS.to(device), "waits in a step", (),
     ),
-    "a copy in a round": ("dflow_lightning.decode.rounds.slot_positions", copying, "in a round"),
+    "a copy in a round": ("dflow_lightning.decode.rounds.slot_positions", copying, "in a round",
+                         ("greedy",)),
 }  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16)
 RULES: dict[str, dict[str, Any]] = {
@@ -105,7 +112,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe with its overrides: a training step, then rounds by each of these rules."""
+    """A recipe with its overrides: a training step, or rounds by each of these rules."""
 
     name: str
     size: str
@@ -114,51 +121,54 @@ class Case:
     plant: str | None = None  # a fault of PLANTS, which the case must show
 
 
-def recipe_of(method: str, size: str, folder: Path) -> list[str]:
-    """The DFlow recipe of a size with the method's overrides; EAGLE-3 has other settings."""
+def recipe_of(method: str, size: str) -> list[str]:
+    """The method's recipe of a size, or DFlow's with the method's overrides."""
     published = size if size != "small" else "1.7b"
-    if method != "eagle3":
-        recipe = ROOT / f"recipes/qwen3-{published}-dflow.yaml"
-        return [f"--config={recipe}", *METHODS[method]]
-    recipe = folder / "eagle3.yaml"
-    recipe.write_text(
-        "method: eagle3\n"
-        "model: {target: {path: unset}, drafter: {block_size: 16}, num_anchors: 512}\n"
-        "data: {train: unset, max_length: 3072, batch_size: 4}\n"
-        "trainer: {strategy: zero2, precision: bf16-mixed}\n"
-    )
-    return [f"--config={recipe}"]
+    own = ROOT / f"recipes/qwen3-{published}-{method}.yaml"
+    if own.is_file():
+        return [f"--config={own}"]
+    return [f"--config={ROOT / f'recipes/qwen3-{published}-dflow.yaml'}", *METHODS[method]]
 
 
-def cases(folder: Path, quick: bool) -> list[Case]:
+def overlays() -> list[Path]:
+    """One file of recipes/hardware for each content, without those for CPUs."""
+    files = sorted((ROOT / "recipes/hardware").glob("*.yaml"))
+    texts = {str(yaml.safe_load(path.read_text())): path for path in files}
+    return [path for path in texts.values() if "cpu" not in path.stem]
+
+
+def cases(quick: bool) -> list[Case]:
     """All of them; the quick ones are small."""
-    overlays = sorted((ROOT / "recipes/hardware").glob("*.yaml"))
-    gpu = [path for path in overlays if "cpu" not in path.stem]
+    gpu = overlays()
     last = f"--config={gpu[-1]}"
-    found = []
+    steps, rounds_, seen = [], [], set()
     for size in ["small"] if quick else [size for size in SHAPES if size != "small"]:
         for method in METHODS:
-            args = [*recipe_of(method, size, folder), last, *small_options(size, method)]
+            recipe = recipe_of(method, size)
+            seen.add((recipe[0] if len(recipe) == 1 else "", last))
+            args = [*recipe, last, *small_options(size, method)]
             # A tree has no place in a causal head or an autoregressive drafter.
             chain = method in ("domino", "domino-dflow", "eagle3")
             rules = tuple(rule for rule in RULES if not (chain and rule == "tree"))
-            found.append(Case(f"{size} {method}", size, args, rules))
+            steps.append(Case(f"{size} {method}", size, args))
+            rounds_.append(Case(f"{size} {method}, rounds", size, args, rules))
     size = "small" if quick else "1.7b"
     for name, options in VARIANTS.items():
         if quick and name not in QUICK_VARIANTS:
             continue
-        args = [*recipe_of("dflow", size, folder), last, *small_options(size, "dflow"), *options]
-        found.append(Case(f"{size} dflow, {name}", size, args))
-    for plant in PLANTS:
-        args = [*recipe_of("dflow", "small", folder), last, *small_options("small", "dflow")]
-        found.append(Case(f"planted: {plant}", "small", args, ("greedy",), plant))
+        args = [*recipe_of("dflow", size), last, *small_options(size, "dflow"), *options]
+        steps.append(Case(f"{size} dflow, {name}", size, args))
     if not quick:  # every recipe that is shipped, on every machine that it may name
         for recipe in sorted((ROOT / "recipes").glob("qwen3-*.yaml")):
             for overlay in gpu:
                 args = [f"--config={recipe}", f"--config={overlay}"]
                 size = recipe.stem.split("-")[1]
-                found.append(Case(f"{recipe.stem} on {overlay.stem}", size, args))
-    return found
+                if tuple(args) not in seen:
+                    steps.append(Case(f"{recipe.stem} on {overlay.stem}", size, args))
+    for plant, (*_, rules) in PLANTS.items():
+        args = [*recipe_of("dflow", "small"), last, *small_options("small", "dflow")]
+        steps.append(Case(f"planted: {plant}", "small", args, rules, plant))
+    return steps + rounds_
 
 
 def small_options(size: str, method: str) -> list[str]:
@@ -169,21 +179,45 @@ def small_options(size: str, method: str) -> list[str]:
     return [option for option in SMALL if not any(name in option for name in absent)]
 
 
+def arguments(case: Case, config: Path) -> list[str]:
+    """The case's command line, without data."""
+    return [*case.args, f"--model.target.path={config}", "--data.train=none.jsonl",
+            "--data.validation=null", "--data.test=null"]  # fmt: skip
+
+
 def run(case: Case, config: Path, out: Path) -> list[tuple[str, Found]]:
-    """Lines of the table: the step, and one for each rule and dtype of the drafter."""
-    settings = [f"--model.target.path={config}", "--data.train=none.jsonl",
-                "--data.validation=null", "--data.test=null"]  # fmt: skip
-    args = [*case.args, *settings]
+    """Lines of the table: the step, or one for each rule and dtype of the drafter."""
+    args = arguments(case, config)
     with fake_run(8) as watch, planted(case):
         cli = build([*args, "--tracking.enabled=false", f"--run_dir={out}"])
-        packed = "--data.pack=true" in case.args
-        found = [(case.name, train_step(cli, watch, packed))]
-        for dtype in DTYPES if case.rules else ():
-            few = case.size == "small" and dtype == torch.float32
-            found += decode(case, cli, watch, dtype, case.rules[:1] if few else case.rules)
-    if HAS_BACKWARD and case.size != "small":
+        if not case.rules:
+            found = [(case.name, train_step(cli, watch))]
+        else:
+            found = []
+            for dtype in DTYPES:
+                few = case.size == "small" and dtype == torch.float32
+                found += decode(case, cli, watch, dtype, case.rules[:1] if few else case.rules)
+    if not case.rules and compares(case):
         found[0][1].planned = planned(args, config)
     return found
+
+
+def compares(case: Case) -> bool:
+    """Whether a step's memory is compared with `plan`, which is for shapes of recipes."""
+    return HAS_BACKWARD and case.size != "small"
+
+
+def planned_now(case: Case, record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A finished case's record with what `plan` says now, and the verdict on that."""
+    one = record["lines"][0]
+    if case.rules or not compares(case) or not one.get("peak"):
+        return record
+    config = saved(case.size, folder)
+    copies = Counter({(kind, place): count for kind, place, count in one["copies"]})
+    now = planned(arguments(case, config), config)
+    found = Found(peak=one["peak"], planned=now, copies=copies)
+    said = verdict(found, decodes=False)
+    return record | {"lines": [one | {"planned": found.planned, "failed": said}]}
 
 
 def planted(case: Case) -> contextlib.AbstractContextManager[Any]:
@@ -205,7 +239,7 @@ def decode(
     slots, length = (3, 128) if case.size == "small" else (8, 2048)
     with torch.inference_mode():
         return [
-            (f"{case.name}, {str(dtype)[6:]} {rule}",
+            (f"{case.name.removesuffix(', rounds')}, {str(dtype)[6:]} {rule}",
              rounds(models, watch, slots, length, **RULES[rule]))
             for rule in rules
         ]  # fmt: skip
@@ -248,13 +282,15 @@ def line(one: dict[str, Any]) -> str:
     return f"{one['case']:<58}{said:<24}{sizes[0]:>8}{sizes[1]:>8}{ratio:>7}{copies:>8}"
 
 
-def key_of(case: Case, folder: Path) -> str:
-    """A case's settings, the recipes that it names and the torch that traces it, in few letters."""
+def key_of(case: Case) -> str:
+    """A case's settings, its recipes with their bases and the torch that traces it, in short."""
     texts = [case.name, torch.__version__, str(HAS_BACKWARD)]
     for argument in case.args:
         option, _, value = argument.partition("=")
-        texts.append(Path(value).read_text() if option == "--config" else argument)
-    assert not any(str(folder) in text for text in texts), "the key would differ in every run"
+        if option == "--config":
+            texts += [layer.text for layer in read_layers(Path(value))]
+        else:
+            texts.append(argument)
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
@@ -290,6 +326,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="all lines, at the end")
     parser.add_argument("--out", type=Path, help="one record per finished case, at once")
     parser.add_argument("--fresh", action="store_true", help="run cases that --out has, too")
+    parser.add_argument(
+        "--verdicts", action="store_true", help="run nothing; compare --out with plan"
+    )
     parser.add_argument("--trace", action="store_true", help="whole tracebacks")
     args = parser.parse_args()
     need_driver()
@@ -302,15 +341,17 @@ def main() -> int:
     others = set()  # commits of records that are taken over
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for case in cases(folder, args.quick):
+        for case in cases(args.quick):
             if args.only not in case.name:
                 continue
-            key = key_of(case, folder)
+            key = key_of(case)
             if key in before and all(
                 "peak" in one or not one["failed"] for one in before[key]["lines"]
             ):
-                record = before[key]
+                record = planned_now(case, before[key], folder)
                 others |= {record["commit"]} - {now}
+            elif args.verdicts:
+                continue
             else:
                 found = [as_line(*one) for one in results(case, folder, args.trace)]
                 record = {"key": key, "commit": now, "lines": found}
@@ -339,7 +380,7 @@ def results(case: Case, folder: Path, trace: bool) -> list[tuple[str, Found | No
     try:
         found = run(case, saved(case.size, folder), folder / "run")
         lines: list[tuple[str, Found | None, str]] = [
-            (label, one, verdict(one, decodes=label != case.name)) for label, one in found
+            (label, one, verdict(one, decodes=bool(case.rules))) for label, one in found
         ]
     except Exception as error:
         if trace:

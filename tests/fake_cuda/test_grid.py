@@ -125,14 +125,30 @@ def test_fresh_runs_the_chosen_cases_again(ran, tmp_path, monkeypatch, capsys):
 
 
 def test_other_settings_are_another_case(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("a: 1")
-    elsewhere = tmp_path / "elsewhere"
+    base, recipe = tmp_path / "base.yaml", tmp_path / "recipe.yaml"
+    base.write_text("a: 1\n")
+    recipe.write_text("base: base.yaml\nb: 1\n")
 
     def key(*args: str) -> str:
-        return grid.key_of(grid.Case("one", "small", list(args)), elsewhere)
+        return grid.key_of(grid.Case("one", "small", list(args)))
 
     first = key(f"--config={recipe}")
     assert key(f"--config={recipe}", "--data.pack=true") != first
-    recipe.write_text("a: 2")
-    assert key(f"--config={recipe}") != first
+    recipe.write_text("base: base.yaml\nb: 2\n")
+    second = key(f"--config={recipe}")
+    base.write_text("a: 2\n")
+    assert len({first, second, key(f"--config={recipe}")}) == 3
+
+
+def test_finished_cases_are_compared_with_what_plan_says_now(ran, tmp_path, monkeypatch, capsys):
+    out = ["--out", str(tmp_path / "grid.jsonl")]
+    assert main(monkeypatch, *out, "--only", "first") == 0
+    monkeypatch.setattr(grid, "compares", lambda case: True)
+    monkeypatch.setattr(grid, "planned", lambda args, config: 4 * grid.GIB)
+    capsys.readouterr()
+    assert main(monkeypatch, *out, "--verdicts") == 1
+    printed = capsys.readouterr().out
+    assert ran == NAMES[:1]  # it runs nothing, and says nothing of cases that never ran
+    assert "peak -50% off plan" in printed
+    assert "0 passed, 1 failed" in printed
+    assert main(monkeypatch, *out) == 1

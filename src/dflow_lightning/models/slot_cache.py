@@ -17,29 +17,37 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer in buffers of fixed shape, written at the cache's slots."""
+    """Keys and values of one layer in buffers of fixed shape, written at the cache's slots.
+
+    It does not hold the cache, which holds it: in a circle the buffers of a step would live on, and
+    beside them those of later steps, until Python looks for circles.
+    """
 
     is_sliding = False
 
-    def __init__(self, cache: SlotCache) -> None:
+    def __init__(self, capacity: int, num_rows: int | None) -> None:
         super().__init__()
-        self._cache = cache
+        self._capacity, self._num_rows = capacity, num_rows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers, `[B, G, L, E]`, once the shape of the states is known."""
         batch, heads, _, size = key_states.shape
-        shape = (self._cache.num_rows or batch, heads, self._cache.capacity, size)
+        shape = (self._num_rows or batch, heads, self._capacity, size)
         self.keys = key_states.new_zeros(shape)
         self.values = value_states.new_zeros(*shape[:3], value_states.shape[-1])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
-        """Write the new rows to the cache's slots; returns the buffers of the written requests."""
+        """Write the new rows to the slots of the cache, which is the third argument.
+
+        Returns:
+            the buffers of the written requests.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        cache = self._cache
+        (cache,) = args
         rows_B = cache.rows_B
         if rows_B is None:  # the first B requests: read as views, without a copy
             rows_B = torch.arange(key_states.shape[0], device=key_states.device)
@@ -52,8 +60,8 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[read, :, : cache.length], self.values[read, :, : cache.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask covers."""
-        return self._cache.length, 0
+        """Length and offset of the keys that a mask covers, where the cache is not asked."""
+        return self._capacity, 0
 
     def get_seq_length(self) -> int:
         """Zero: the caller always passes positions and masks."""
@@ -61,7 +69,7 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Capacity of the buffers, in slots."""
-        return self._cache.capacity
+        return self._capacity
 
 
 class SlotCache(Cache):
@@ -81,8 +89,18 @@ class SlotCache(Cache):
         self.num_rows = num_rows
         self.slots_BQ = torch.zeros(1, 1, dtype=torch.long)
         self.rows_B: Tensor | None = None
-        self._written = [SlotLayer(self) for _ in range(num_layers)]
+        self._written = [SlotLayer(capacity, num_rows) for _ in range(num_layers)]
         super().__init__(layers=list(self._written))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new rows to the slots; returns the buffers of the written requests."""
+        return self._written[layer_idx].update(key_states, value_states, self)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask covers."""
+        return self.length, 0
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of all layers written so far, one row per request."""

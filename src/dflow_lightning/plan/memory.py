@@ -1,9 +1,10 @@
 """Memory of a training step on one GPU, by part, and what to change if it does not fit.
 
 Parameters are counted on modules without storage, so they are exact. Memory is predicted from
-shapes for the moment of the peak: the backward pass of a step whose rows all have `max_length`
-tokens. Earlier temporaries (the target's activations, a rollout's drafts) are smaller and freed by
-then. The shapes are tested against real tensors on a CPU.
+shapes for the largest phase of a step whose rows all have `max_length` tokens: the target's forward
+and the rollouts, the loss, or the backward pass of a layer. What one phase holds is freed in the
+next. Gradients are there from the start, as with accumulated micro-batches and in the buckets of
+DDP and ZeRO. The shapes are tested against real tensors on a CPU, the sum by `make fake-cuda`.
 
 Shapes: B rows on one GPU, S `max_length`, N blocks a row over all rounds, R rolled-out blocks a row
 and round, K block size, T taps, D hidden, F intermediate, H/G query and key heads, E head size, V
@@ -185,13 +186,38 @@ class Plan:
             "target weights" + f", layers 1/{self.gpus}" * self.shard_target: target,
             **self.trained_state(),
             "clean features" + ", relay rows" * bool(self.relay_slots): self.features(),
-            "target KV, clean" + " and verified" * bool(self.rolled_slots): self.target_cache(),
-            "drafter activations" + ", recomputed" * self.recompute: sum(
-                self.activation_parts().values()
-            ),
-            "attention masks": self.masks(),
-            "logits of one chunk": self.logits(),
+            **max(self.phases(), key=lambda parts: sum(parts.values())),
         }
+
+    def phases(self) -> list[dict[str, int]]:
+        """What the phases of a step hold beside weights, gradients, optimizer and features.
+
+        Those are the target's forwards with the rollouts, the loss and a layer's backward pass.
+        When the loss is computed, recomputed layers hold their inputs alone; that phase is taken
+        for larger than it is.
+        """
+        parts = self.activation_parts()
+        at_loss = sum(parts.pop(name) for name in ("final norm", "loss") if name in parts)
+        backward = sum(parts.pop(name) for name in list(parts) if name.startswith("gradients"))
+        kept, name = sum(parts.values()), "drafter activations" + ", recomputed" * self.recompute
+        masks = {"attention masks": self.masks()}
+        logits = {"logits of one chunk": self.logits()}
+        cache = "target KV, clean" + " and verified" * bool(self.rolled_slots)
+        return [
+            {cache: self.target_cache(), "one layer of the target": self.target_layer()} | logits,
+            {name: kept + at_loss} | masks | logits,
+            {name: kept + backward} | masks,
+        ]
+
+    def target_layer(self) -> int:
+        """Hidden states and MLP of one layer of the target, `4 D + 3 F` a token, without gradients.
+
+        The clean rows, or a round's verified blocks if those are more tokens.
+        """
+        tokens = self.rows * max(self.recipe.data.max_length, self.rolled_slots)
+        D = self.target.hidden_size
+        F = getattr(self.target.config, "intermediate_size", None) or 4 * D
+        return tokens * (4 * D + 3 * F) * self.target_bytes
 
     def trained_state(self) -> dict[str, int]:
         """Weights, gradients and optimizer of drafter and relay.
@@ -200,6 +226,9 @@ class Plan:
         stage 3 of the weights; its optimizer steps on a float32 copy of its own share.
         """
         weight, copy, *_ = self.precision
+        # Autocast's copy of a recomputed layer lives as long as the layer does.
+        layers = getattr(self.drafter, "layers", ()) if self.recompute else ()
+        copied = self.trained - sum(map(parameter_count, layers[1:]))
         stage, offload = self.sharding
         share = [self.trained / (self.gpus if stage >= least else 1) for least in (1, 2, 3)]
         if stage:
@@ -211,9 +240,7 @@ class Plan:
             optimizer = 2 * weight * share[0]
         where = ", in CPU memory" if offload else f", {self.sharding.name}" if stage else ""
         return {
-            "drafter weights" + " + bf16 copy" * bool(copy): int(
-                share[2] * weight + self.trained * copy
-            ),
+            "drafter weights" + " + bf16 copy" * bool(copy): int(share[2] * weight + copied * copy),
             f"gradients{buckets}": int(share[1] * weight + passing),
             f"optimizer{where}": int(optimizer),
         }

@@ -103,6 +103,7 @@ class Eagle3Module(TrainingModule):
         """
         layer_ids = self.drafter.dims.target_layer_ids
         inputs = clean_forward(self.target, batch, layer_ids, 0, up_to_head=True)
+        inputs.cache = None
         inputs.rounds.append(Round(with_feature(self.draw(batch, step))))
         return inputs
 

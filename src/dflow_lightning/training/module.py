@@ -134,14 +134,16 @@ class DrafterModule(TrainingModule):
     ) -> StepInputs:
         """All that a step feeds the drafter: clean features, mask round and rollout rounds."""
         if rollout is None or not rollout.num_rounds:
-            return self.begin_step(batch, step=step)
-        inputs = self.begin_step(
-            batch,
-            extra_slots=rollout.slots(self.drafter.dims.block_size),
-            up_to_head=rollout.up_to_head,
-            step=step,
-        )
-        self.rollout(rollout).extend(inputs)
+            inputs = self.begin_step(batch, step=step)
+        else:
+            inputs = self.begin_step(
+                batch,
+                extra_slots=rollout.slots(self.drafter.dims.block_size),
+                up_to_head=rollout.up_to_head,
+                step=step,
+            )
+            self.rollout(rollout).extend(inputs)
+        inputs.cache = None
         return inputs
 
     def rollout(self, config: RolloutConfig) -> Rollout:

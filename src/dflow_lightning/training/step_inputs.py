@@ -109,12 +109,14 @@ class StepInputs:
     """All inputs of a training step: clean target features and the blocks of all rounds.
 
     Attributes:
+        cache: the target's keys and values, while rounds can be added; None in a finished step,
+            since nothing behind reads them and they are gigabytes.
         hidden_BSD: input of the target's head at the clean tokens; None if it was not computed.
     """
 
     batch: Batch
     taps_BSC: Tensor
-    cache: SlotCache
+    cache: SlotCache | None
     rounds: list[Round] = field(default_factory=list)
     hidden_BSD: Tensor | None = None
 
@@ -318,14 +320,15 @@ class Rollout:
     ) -> tuple[Tensor, Tensor | None]:
         """One target forward over all drafted blocks: taps, and argmax if that is the reference."""
         K, layer_ids = ids_BNK.shape[-1], self.drafter.dims.target_layer_ids
-        length = inputs.batch.input_ids_BS.shape[1]
+        length, cache = inputs.batch.input_ids_BS.shape[1], inputs.cache
+        assert cache is not None, "the step is finished"
         layout = BlockLayout.behind(
-            length, inputs.cache.capacity, anchors.positions_BN, K, anchors.starts_BN
+            length, cache.capacity, anchors.positions_BN, K, anchors.starts_BN
         )
         arguments = (
             ids_BNK.flatten(1),
             layout.positions_BQ,
-            inputs.cache,
+            cache,
             layout.slots_BQ,
             layout.visible_BQL,
             layer_ids,
@@ -333,7 +336,7 @@ class Rollout:
         shape = ids_BNK.shape[1:]
         if self.config.reference == "data":
             return self.target.features(*arguments).unflatten(1, shape), None
-        assert getattr(inputs.cache.layers[-1], "is_initialized", False), (
+        assert getattr(cache.layers[-1], "is_initialized", False), (
             "the clean forward stopped at the taps"
         )
         output = self.target.forward(*arguments)
