@@ -224,7 +224,7 @@ def planted(case: Case) -> contextlib.AbstractContextManager[Any]:
     """The case's fault, while it runs."""
     if case.plant is None:
         return contextlib.nullcontext()
-    name, fault, _ = PLANTS[case.plant]
+    name, fault, *_ = PLANTS[case.plant]
     return patch(name, fault)
 
 
