@@ -92,7 +92,7 @@ def fake_run(count: int) -> Iterator[Watch]:
 
     replaced = {
         "dflow_lightning.models.target.AutoModelForCausalLM.from_pretrained": from_pretrained,
-        "dflow_lightning.models.target.AutoTokenizer.from_pretrained": tokenizer_of,
+        "dflow_lightning.models.pretrained.AutoTokenizer.from_pretrained": tokenizer_of,
         "torch.nn.functional.scaled_dot_product_attention": attend,
         "dflow_lightning.tensors.attention.scaled_dot_product_attention": attend,
         "dflow_lightning.tensors.attention_flex.flex_attention": attend_tiles,
