@@ -150,6 +150,7 @@ def test_plan_reads_a_recipe_with_a_base(launch: "Launcher") -> None:
 
 FAULTY = {
     "F9, at the top": ("data: {pack: on}\ndata: {seed: 1}\n", "line 2: data is given twice, first"),
+    "F9, with a dot": ("data:\n  seed: 1\ndata.seed: 2\n", "line 3: data.seed is given twice"),
     "F9, inside": ("data:\n  seed: 1\n  seed: 2\n", "line 3: data.seed is given twice"),
     "F9, interpolation": ("data: {batch_size: '${model.none}'}\n", "'model.none' not found"),
     "F42, tab": ("data:\n\tseed: 1\n", "line 2: a tab where YAML wants spaces"),
@@ -159,6 +160,9 @@ FAULTY = {
     "F42, type": ("data:\n  batch_size: many\n", "line 2: data.batch_size: "),
     "F42, seed": ("seed_everything: -1\n", "line 1: seed_everything is -1; give a number from 0"),
     "F42, large seed": ("model: {seed: 5000000000}\n", "model.seed is 5000000000; give a number"),
+    "F42, null": ("model:\n  optimizer: {lr: null}\n", "line 2: model.optimizer.lr is null; give"),
+    "F42, method": ("method: {}\n", "method is {}; choose of"),
+    "F42, config": ("config: other.yaml\n", "line 1: config is no key of a recipe"),
     "F42, interval": (
         "trainer: {val_check_interval: 0}\n",
         "trainer.val_check_interval is 0; ",

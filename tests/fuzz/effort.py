@@ -4,6 +4,8 @@ import os
 
 from hypothesis import HealthCheck, Phase, settings
 
+from dflow_lightning.errors import InputError
+
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 settings.register_profile("short", derandomize=True, database=None, **COMMON)
@@ -17,3 +19,9 @@ def examples(few: int) -> settings:
     """Settings of a test that tries so many examples in `make test`."""
     factor = int(os.environ.get("FUZZ_FACTOR", "1"))
     return settings(max_examples=few * factor)
+
+
+def check_sentence(error: InputError) -> None:
+    """What a user reads is one line that says something."""
+    assert str(error).strip()
+    assert len(str(error).splitlines()) == 1

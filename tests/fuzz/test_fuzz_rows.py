@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from effort import examples
+from effort import check_sentence, examples
 from hostile_rows import rows
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,10 +65,6 @@ def words(value: Any) -> set[str]:
 def lost(value: Any, text: str) -> set[str]:
     """The words of a value that do not stand in a text, which may join them."""
     return {word for word in words(value) - OURS if word not in text}
-
-
-def check_sentence(error: InputError) -> None:
-    assert len(str(error).splitlines()) == 1
 
 
 def spoken(row: dict[str, Any]) -> Iterator[Any]:

@@ -166,6 +166,21 @@ def check_values(config: Any) -> None:
             )
 
 
+def check_empty(config: Any, parser: Any) -> None:
+    """Refuse null for a setting that needs a value; the parser takes it for one not given.
+
+    Raises:
+        InputError: for the first of them.
+    """
+    if command := config.get("subcommand"):
+        config = config[command]
+    types = {action.dest: getattr(action, "_typehint", None) for action in parser._actions}
+    for key, value in flat(config.as_dict()):
+        kind = types.get(key)
+        if value is None and kind not in (None, Any) and type(None) not in get_args(kind):
+            raise InputError(f"{key} is null; give it a value, or take the key out")
+
+
 def flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested mappings by dotted key; a list's items have the list's key."""
     for name, value in content.items():

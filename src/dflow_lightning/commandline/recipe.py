@@ -8,14 +8,14 @@ twice, a number that is not one, an encoding that is not UTF-8.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
-from dflow_lightning.commandline.arguments import Option, check_values, split_options
+from dflow_lightning.commandline.arguments import Option, check_empty, check_values, split_options
 from dflow_lightning.errors import InputError
 
 BASE = "base"
@@ -137,6 +137,7 @@ class Recipe:
         try:
             config = parser.parse_args(self.arguments(sections_of(known)))
             check_values(config)
+            check_empty(config, settings or parser)
         except InputError as error:
             raise InputError(self.located(str(error))) from error
         except OmegaConfBaseException as error:  # an interpolation of what is not there
@@ -221,6 +222,11 @@ def read_layer(path: Path) -> Layer:
         raise InputError(f"{path} is not a recipe: it holds no keys with values")
     layer = Layer(path, text, content, {}, {})
     index_keys(layer, root)
+    if "config" in content:  # of the command line; a parser would read the file that it names
+        raise InputError(
+            f"{path}: line {layer.lines['config']}: config is no key of a recipe; name the recipe "
+            f"that this one changes as {BASE}"
+        )
     return layer
 
 
@@ -241,7 +247,8 @@ def index_keys(layer: Layer, node: yaml.Node, above: str = "") -> None:
     """
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            index_keys(layer, item, above)
+            # Every item has keys of its own.
+            index_keys(replace(layer, lines={}, empty={}), item, above)
         return
     if isinstance(node, yaml.ScalarNode):
         if node.value in NOT_A_NUMBER and node.tag.endswith(":float"):
@@ -250,17 +257,16 @@ def index_keys(layer: Layer, node: yaml.Node, above: str = "") -> None:
                 f"{layer.path}: line {line}: {above[:-1]} is {node.value}; give a finite number"
             )
         return
-    here: dict[str, int] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
             continue  # no setting has such a name; the parser says so
         name, line = f"{above}{key.value}", key.start_mark.line + 1
-        if key.value in here:
+        if name in layer.lines:  # also as `model.seed:` beside `model:`
             raise InputError(
                 f"{layer.path}: line {line}: {name} is given twice, first on line "
-                f"{here[key.value]}; keep one"
+                f"{layer.lines[name]}; keep one"
             )
-        here[key.value] = layer.lines[name] = line
+        layer.lines[name] = line
         if value.tag.endswith(":null"):
             layer.empty[name] = (value.start_mark.index, value.end_mark.index)
         index_keys(layer, value, f"{name}.")

@@ -76,7 +76,10 @@ UNREAD = {
     "thinking_content", "thought", "tools",
 }  # fmt: skip
 # What other trainers call an answer that is not learned from; here it is weight 0.
-NOT_LEARNED = {"train": False, "training": False, "loss": False, "masked": True}
+NOT_LEARNED = {
+    "train": False, "training": False, "trainable": False, "loss": False, "loss_mask": False,
+    "masked": True,
+}  # fmt: skip
 CALL_KEYS = {"id", "type", "index", "function"}
 FUNCTION_KEYS = {"name", "arguments"}
 UNREAD_OF_OTHERS = UNREAD | {"reasoning_content", "tool_calls"}  # roles but the assistant

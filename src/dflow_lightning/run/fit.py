@@ -253,8 +253,9 @@ def method_of(recipe: Recipe) -> Method:
         InputError: there is no such method.
     """
     found = recipe.setting("method", BLOCK)
-    if found not in MODULES:
-        raise InputError(f"method is {found}; choose of {', '.join(MODULES)}")
+    if not isinstance(found, str) or found not in MODULES:
+        message = f"method is {found}; choose of {', '.join(MODULES)}"
+        raise InputError(recipe.located(message))
     return found
 
 
