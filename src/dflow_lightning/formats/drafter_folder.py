@@ -143,10 +143,12 @@ def dims_from_config(config: dict[str, Any], folder: Path) -> DrafterDims:
     # SGLang also serves causal heads whose slots are shifted, which we cannot decode.
     supported = {**SAME_MODEL, "shift_label": False, "projector_type": CAUSAL_HEAD}
     _check_same_model(supported, {DFLASH_SECTION: draft, TOP: config}, folder)
-    kinds = set(config.get("layer_types") or ["full_attention"])
-    if kinds != {"full_attention"}:
+    kinds = config.get("layer_types", ["full_attention"])
+    kinds = ["full_attention"] if kinds is None else kinds
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        named = sorted(map(str, kinds)) if isinstance(kinds, list) else kinds
         raise InputError(
-            f"drafter: {folder} has layer_types {sorted(kinds)}; only full_attention can be decoded"
+            f"drafter: {folder} has layer_types {named}; only full_attention can be decoded"
         )
     if (
         "block_size" in draft

@@ -15,6 +15,13 @@ from torch import Tensor, nn
 from dflow_lightning.errors import InputError
 from dflow_lightning.models.relay import TERMS, Relay
 
+# What is a JSON object in config.json, or not there: with the one that it stands in, outer first.
+OBJECTS = (
+    (None, "dflash_config"), (None, "dflow_config"), (None, "eagle_config"),
+    (None, "rope_parameters"), (None, "rope_scaling"),
+    ("dflow_config", "target"), ("dflow_config", "relay"), ("dflow_config", "carryover"),
+    ("dflow_config", "training"),
+)  # fmt: skip
 STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -29,11 +36,19 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(config, dict):
         raise InputError(f"drafter: {path} is not a JSON object; export the drafter again")
-    for key in ("dflash_config", "dflow_config"):
-        if not isinstance(config.get(key) or {}, dict):
+    for outer, inner in OBJECTS:
+        place = config if outer is None else config.get(outer) or {}
+        if not isinstance(place.get(inner, {}), dict | None):
+            name = inner if outer is None else f"{outer}.{inner}"
             raise InputError(
-                f"drafter: {key} in {path} is not a JSON object; export the drafter again"
+                f"drafter: {name} in {path} is not a JSON object; export the drafter again"
             )
+    version = (config.get("dflow_config") or {}).get("format_version", 1)
+    if type(version) is not int:
+        raise InputError(
+            f"drafter: dflow_config.format_version in {path} is {version!r}, which is no number; "
+            "export the drafter again"
+        )
     return config
 
 
