@@ -114,7 +114,7 @@ def test_a10_doctor_passes_the_tiny_recipe_and_finds_a_wrong_learning_rate(
     done = launch("doctor", "--config", "recipes/tiny-eagle3.yaml", "--json")
     assert done.status == 0, done.err
     statuses = {check["name"]: check["status"] for check in json.loads(done.out)["checks"]}
-    assert len(statuses) == 24
+    assert len(statuses) == 25
     skipped = {name for name, status in statuses.items() if status == "skip"}
     assert skipped == {"positions", "attention"}
     lr = "--model.optimizer.lr=1e-9"
