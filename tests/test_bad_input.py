@@ -173,6 +173,7 @@ DATA = {
         (["val_check_interval=1.5"], "val_check_interval"),
         (["limit_train_batches=1.5"], "limit_train_batches"),
         (["accelerator=cpu", "devices=0"], "devices"),
+        (["accelerator=cpu", "devices=[0,1"], "`devices` selected with"),  # a TypeError
     ],
 )
 def test_f13_settings_that_lightning_judges(

@@ -1,6 +1,7 @@
 """A check that one command has, all have that are given the same, and before models are loaded."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -8,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from dflow_lightning.__main__ import main
+from dflow_lightning.doctor.command import read_recipe
+from dflow_lightning.errors import InputError
 from dflow_lightning.models.target import FrozenTarget
+from dflow_lightning.plan.command import make_plan, parse
+from dflow_lightning.sweep.command import read_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET, DRAFTER = str(ROOT / "data/tiny-qwen3"), str(ROOT / "data/tiny-drafters/dflow")
@@ -78,3 +83,31 @@ def test_a_drafter_without_a_config_is_found_first(
         words = [word for key, value in options.items() for word in (f"--{key}", value)]
         assert main([command, *words]) == 2
         assert said in capsys.readouterr().err
+
+
+RECIPE = ["--config", str(ROOT / "recipes/tiny-dflow.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("trainer.strategy", "zorro", "trainer.strategy is zorro, which is unknown"),
+        ("trainer.precision", "16-true", "trainer.precision is 16-true"),
+        ("rollout.num_anchors", "9999", "rollout.num_anchors is 9999 but model.num_anchors is"),
+        ("rollout.num_rounds", "0", "rollout.num_rounds is 0 but relay.enabled is true"),
+        ("validation.max_new_tokens", "1", "validation.max_new_tokens is 1; give 2 or more"),
+        ("checkpoint.every_n_steps", "0", "checkpoint.every_n_steps is 0; give 1 or more"),
+        ("guards.parameters_every_n_steps", "0", "guards.parameters_every_n_steps is 0"),
+        ("data.train_weights", "[1,2]", "data.train_weights has 2 numbers for 1 sets"),
+    ],
+)
+def test_a_recipe_is_checked_alike_by_all_who_read_it(option: str, value: str, said: str) -> None:
+    """F13: `plan` and `sweep` took what `fit` refuses, and `doctor` had nothing to say."""
+    args = [*RECIPE, f"--{option}", value]
+    with pytest.raises(InputError, match=re.escape(said)):
+        make_plan(parse(args))
+    with pytest.raises(InputError, match=rf"tiny-dflow\.yaml: {re.escape(said)}"):
+        read_settings(Path(RECIPE[1]), args[2:])
+    recipe, check = read_recipe(args)
+    assert (check.status, recipe is not None) == ("FAIL", True)  # the other checks can go on
+    assert said in check.detail

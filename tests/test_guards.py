@@ -11,7 +11,7 @@ from targets import random_target
 from torch import Tensor
 
 from dflow_lightning.decode import SpeculativeDecoder
-from dflow_lightning.run.guards import Guards, Ranks
+from dflow_lightning.run.guards import Guards, Ranks, largest
 from dflow_lightning.training.module import DrafterModule
 
 if TYPE_CHECKING:
@@ -239,3 +239,11 @@ def test_all_ranks_end_where_one_has_the_number(name: str, tmp_path: Path) -> No
         assert "is not finite on rank 1, samples train-" in run.output(rank)
     names = {path.name for path in (tmp_path / "run/nonfinite").iterdir()}
     assert names == {"step3-rank1.pt", "step3-weights.pt"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_f29_the_largest_value_of_any_type(dtype: torch.dtype) -> None:
+    """F29: a float64 training ended in a traceback of the norm, which does not narrow."""
+    found = largest(torch.tensor([1.0, -3.0], dtype=dtype))
+    assert (found.dtype, float(found)) == (torch.float32, 3.0)
+    assert not largest(torch.tensor([1.0, torch.nan], dtype=dtype)).isfinite()

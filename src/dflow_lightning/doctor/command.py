@@ -102,10 +102,11 @@ def read_recipe(args: Sequence[str]) -> tuple[Any, Check]:
 
     def read(_: Any) -> str:
         from dflow_lightning.plan.command import parse
-        from dflow_lightning.run.fit import quiet
+        from dflow_lightning.run.fit import check_sections, quiet
 
         quiet()
         found.append(parse(args))
+        check_sections(found[0])
         return "all keys are known, all values of the right kind"
 
     check = run_one("recipe", Step(read), None)

@@ -43,7 +43,7 @@ from dflow_lightning.plan.memory import (
 )
 from dflow_lightning.plan.work import work_of
 from dflow_lightning.prepare.verify import read_on_policy
-from dflow_lightning.run.fit import method_of, recipe_parser
+from dflow_lightning.run.fit import check_sections, method_of, recipe_parser
 from dflow_lightning.training.base import BLOCK, Method
 
 GPUS = "Processes with one GPU each; by default trainer.devices, or 1 if that is not a number."
@@ -171,6 +171,7 @@ def make_plan(recipe: Any) -> Plan:
     if trainer.precision not in PRECISIONS:
         known = ", ".join(name for name in PRECISIONS if isinstance(name, str))
         raise InputError(f"trainer.precision {trainer.precision} has no plan; choose from {known}")
+    check_sections(recipe)
     devices = trainer.devices if isinstance(trainer.devices, int) else 1
     gpus = max(1, devices) * trainer.num_nodes if recipe.gpus is None else recipe.gpus
     check_counts(gpus=gpus)

@@ -246,6 +246,24 @@ def recipe_parser(method: Method, command: str = "fit", prog: str | None = None)
     return made
 
 
+def check_sections(recipe: Any) -> None:
+    """Refuse what `fit` would refuse before it loads anything; for commands that do not train.
+
+    Args:
+        recipe: the parsed settings, a section each.
+
+    Raises:
+        InputError: a section has a value out of its range, or two do not fit each other.
+    """
+    check_name(recipe.trainer.strategy)
+    check_precision(recipe.trainer.strategy, recipe.trainer.precision)
+    ChatDataModule(**recipe.data.as_dict())
+    built = {name: of(**recipe[name].as_dict()) for name, of in sections(recipe.method).items()}
+    if isinstance(rollout := built.get("rollout"), OnlineRollout):
+        model = recipe.model
+        rollout.check(model.num_anchors, model.relay.enabled, model.drafter.carryover)
+
+
 def method_of(recipe: Recipe) -> Method:
     """The method that recipes and command line name, the last one; it decides on the parser.
 
@@ -298,12 +316,12 @@ def quiet() -> None:
 def wrong_setting(error: Exception) -> str | None:
     """What Lightning says of the trainer's settings, in one line; None for any other error.
 
-    It judges some of them only when the data are known, and then by a ValueError that names the
-    setting in backquotes.
+    It judges some of them only when the data are known, and then by a ValueError or TypeError
+    that names the setting in backquotes.
     """
     text = " ".join(str(error).split())
     names = (f"`{name}`" for name in signature(Trainer.__init__).parameters)
-    judged = isinstance(error, ValueError) and any(name in text for name in names)
+    judged = isinstance(error, ValueError | TypeError) and any(name in text for name in names)
     return text if judged or isinstance(error, MisconfigurationException) else None
 
 

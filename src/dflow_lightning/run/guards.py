@@ -197,7 +197,8 @@ def largest(tensor: Tensor) -> Tensor:
     """Largest absolute value: one reduction that is non-finite if any entry is."""
     if not tensor.numel():  # a shard may be empty
         return tensor.new_zeros((), dtype=torch.float32)
-    return torch.linalg.vector_norm(tensor, torch.inf, dtype=torch.float32)
+    wide = torch.promote_types(tensor.dtype, torch.float32)  # float64 it refuses to narrow
+    return torch.linalg.vector_norm(tensor, torch.inf, dtype=wide).float()
 
 
 def sentence(step: int, culprits: list[Culprit]) -> str:

@@ -28,7 +28,7 @@ from dflow_lightning.errors import InputError, check_counts
 from dflow_lightning.html import with_spread
 from dflow_lightning.models.device import Dtype, choose_device
 from dflow_lightning.models.pretrained import read_config
-from dflow_lightning.run.fit import method_of, quiet, recipe_parser
+from dflow_lightning.run.fit import check_sections, method_of, quiet, recipe_parser
 from dflow_lightning.sweep.folder import SweepFolder, SweepStore
 from dflow_lightning.sweep.member import Children, Member, Outcome
 from dflow_lightning.terminal import print_table, screen, table
@@ -243,6 +243,7 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     parser = recipe_parser(method_of(recipe))
     try:
         found = recipe.parse(parser)
+        check_sections(found)
     except InputError as error:
         message = str(error)
         raise InputError(message if str(path) in message else f"{path}: {message}") from error

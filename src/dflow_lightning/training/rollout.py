@@ -55,25 +55,37 @@ class OnlineRollout(Callback):
         """Check the rounds against the module before training starts."""
         config = self.config
         if stage == "fit":
-            carryover = pl_module.drafter.carryover is not None
-            if (pl_module.relay is not None or carryover) and (
-                not config.num_rounds or config.mode == "off"
-            ):
-                named = f"mode is {config.mode}" if config.num_rounds else "num_rounds is 0"
-                part = "relay.enabled" if pl_module.relay is not None else "drafter.carryover"
-                kind = "a relay" if pl_module.relay is not None else "carryover"
-                raise InputError(
-                    f"rollout.{named} but {part} is true, and {kind} learns in rollout "
-                    "rounds alone; set rollout.num_rounds to 1 or more and mode to online, or "
-                    f"{part} to false"
-                )
-            if config.num_rounds and config.num_anchors > pl_module.num_anchors:
-                raise InputError(
-                    f"rollout.num_anchors is {config.num_anchors} but model.num_anchors is "
-                    f"{pl_module.num_anchors}; rolled-out blocks are a subset, give at most as many"
-                )
+            relay, carryover = pl_module.relay is not None, pl_module.drafter.carryover is not None
+            self.check(pl_module.num_anchors, relay, carryover)
             pl_module.check_round_weights(
                 [pl_module.num_anchors] + [config.num_anchors] * config.num_rounds
+            )
+
+    def check(self, num_anchors: int, relay: bool, carryover: bool) -> None:
+        """Check the rounds against the model's part of a recipe.
+
+        Args:
+            num_anchors: blocks of the mask round.
+            relay, carryover: whether the drafter has them.
+
+        Raises:
+            InputError: there would be nothing to learn from, or more blocks than there are.
+        """
+        config = self.config
+        if (relay or carryover) and (not config.num_rounds or config.mode == "off"):
+            named = f"mode is {config.mode}" if config.num_rounds else "num_rounds is 0"
+            part, kind = ("relay.enabled", "a relay") if relay else (
+                "drafter.carryover", "carryover"
+            )  # fmt: skip
+            raise InputError(
+                f"rollout.{named} but {part} is true, and {kind} learns in rollout "
+                "rounds alone; set rollout.num_rounds to 1 or more and mode to online, or "
+                f"{part} to false"
+            )
+        if config.num_rounds and config.num_anchors > num_anchors:
+            raise InputError(
+                f"rollout.num_anchors is {config.num_anchors} but model.num_anchors is "
+                f"{num_anchors}; rolled-out blocks are a subset, give at most as many"
             )
 
     def waits(self, trainer: Trainer) -> bool:
