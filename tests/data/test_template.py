@@ -297,6 +297,27 @@ def test_tools_that_the_template_leaves_out_reject_the_row(tokenizer):
         render_prompt(tokenizer, [user("2+3?")], tools=tools)
 
 
+def test_a_call_is_not_taken_for_the_definition_of_its_tool(with_template):
+    """F5: both have the tool's name."""
+    template = LOOP % ("true", BODY % "m.content" + CALLS % "{{ c|tojson }}")
+    with pytest.raises(InputError, match=r"the definition of a tool \('add'\)"):
+        render_prompt(with_template(template), CALLING[:3], tools=[CALL])
+
+
+def test_a_system_text_that_only_a_prompt_shows_rejects_the_written_row(with_template):
+    """F5: Mistral's template puts it into the last message, if that is the user's."""
+    tokenizer = with_template(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + (messages[0].content + "
+        "'\n' if loop.last and messages[0].role == 'system' else '') + m.content + '[/INST]' }}"
+        "{% elif m.role == 'assistant' %}{{ ' ' + m.content + '<|im_end|>' }}{% endif %}"
+        "{% endfor %}"
+    )
+    messages = [system("Be brief."), user("Hi"), assistant("Hello.")]
+    assert "Be brief." in tokenizer.decode(render_prompt(tokenizer, messages[:2]))
+    with pytest.raises(InputError, match="leaves out the system's text, message 1"):
+        encode_conversation(tokenizer, messages)
+
+
 SHOWN = {
     "trimmed": LOOP % ("true", BODY % "m.content|trim" + CALLS % "{{ c|tojson }}"),
     "as JSON": LOOP % ("true", BODY % "m.content|tojson" + CALLS % "{{ c|string|tojson }}"),

@@ -66,11 +66,6 @@ def left_out(
 def _written(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], last: int | None
 ) -> Iterator[Written]:
-    for tool in tools:
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if isinstance(name, str):
-            yield Written("the definition of a tool", name)
     for number, message in enumerate(messages, start=1):
         content, place = message.get("content") or "", f"message {number}"
         if message["role"] != "assistant":
@@ -86,6 +81,12 @@ def _written(
             function = call["function"]
             parts = chain([function["name"]], _leaves(function.get("arguments")))
             yield from (Written(f"a tool call of {place}", one) for one in parts)
+    # After the calls, which may name the tool where its definition is left out.
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str):
+            yield Written("the definition of a tool", name)
 
 
 def _leaves(value: Any) -> Iterator[str]:
