@@ -275,18 +275,25 @@ class Rollout:
 
     def next_round(self, inputs: StepInputs, context: list[KV], current: Round) -> Round:
         """Draft, verify, accept, align: the blocks that follow `current`."""
-        batch, dims = inputs.batch, self.drafter.dims
-        K, anchors = dims.block_size, current.anchors
+        batch, anchors = inputs.batch, current.anchors
         anchor_ids_BN = batch.input_ids_BS.gather(1, anchors.positions_BN)
         rows = current.project(self.drafter)
         x_BNKD = current.embed(batch, self.target, self.drafter, self.relay, rows=rows)
-        labels_BNJ, supervised_BNJ = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
-        gold_BNJ = labels_BNJ if self.config.mode == "teacher_forced" else None
+        gold_BNJ = None
+        if self.config.mode == "teacher_forced":
+            K = self.drafter.dims.block_size
+            gold_BNJ, _ = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
         drafts_BNJ = draft_tokens(
             self.target, self.drafter, x_BNKD, context, anchors, anchor_ids_BN, gold_BNJ,
             self.drafter.carry(rows),
         )  # fmt: skip
+        return self.follow(inputs, anchors, drafts_BNJ)
 
+    def follow(self, inputs: StepInputs, anchors: Anchors, drafts_BNJ: Tensor) -> Round:
+        """Verify, accept, align: the blocks that follow those at `anchors` with their drafts."""
+        batch, K = inputs.batch, self.drafter.dims.block_size
+        anchor_ids_BN = batch.input_ids_BS.gather(1, anchors.positions_BN)
+        labels_BNJ, supervised_BNJ = slot_labels(batch.input_ids_BS, batch.loss_mask_BS, anchors, K)
         # A draft beyond the supervised text must never be accepted: no token has the id -1.
         chosen_BNJ = labels_BNJ.masked_fill(~supervised_BNJ, -1)
         taps_BNKC = None
