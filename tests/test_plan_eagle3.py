@@ -50,6 +50,16 @@ def test_a10_fake_tensors_save_what_real_ones_save(
     assert fake_bytes == unrolled(real, precision, 2, 12, 40, 3) > 0
 
 
+def test_every_unrolled_step_casts_the_layer(config_8b: Path) -> None:
+    args = ("--config", RECIPES / "qwen3-8b-eagle3.yaml", "--target_config", config_8b)
+    plan = planned(*args)
+    layer = sum(p.numel() for p in plan.drafter.midlayer.parameters())
+    name = "weights cast in later steps"
+    assert plan.activation_parts()[name] == 6 * 2 * layer
+    for options in (["--trainer.precision=32-true"], ["--model.gradient_checkpointing=true"]):
+        assert planned(*args, *options).activation_parts()[name] == 0
+
+
 def test_a10_work_is_what_a_counter_counts(tiny_target_dir: Path) -> None:
     module, plan = make_eagle3(tiny_target_dir).train(), small(tiny_target_dir)
     ids = torch.randint(0, module.target.vocab_size, (2, 24))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflow_lightning.models.eagle3 import Eagle3Drafter, Unroll
-from dflow_lightning.plan.memory import Plan, Precision
+from dflow_lightning.plan.memory import Plan, Precision, parameter_count
 from dflow_lightning.tensors.loss import CHUNK_BYTES, blocks_within
 
 
@@ -68,13 +68,17 @@ class Eagle3Plan(Plan):
         shape = (self.rows, self.recipe.model.num_anchors, length)
         kept = saved_bytes(self.drafter, precision, *shape, 1 if self.recompute else self.steps)
         scores = dims.num_attention_heads * (length + self.steps)
-        inputs = 0
+        # Lightning's autocast keeps no cast weights: each step casts the layer's anew.
+        inputs, recast = 0, 1 if self.recompute else self.steps
         if self.recompute:  # each step's feature, embedding, keys and values
             keys = 2 * dims.num_key_value_heads * dims.head_dim
             each = D * (precision.residual + self.target_bytes) + keys * precision.compute
             inputs = blocks * self.steps * each
         return {
             "unrolled steps": kept + inputs,
+            "weights cast in later steps": (
+                (recast - 1) * precision.copy * parameter_count(self.drafter.midlayer)
+            ),
             "loss": blocks * self.steps * 2 * precision.residual * D,
             "gradients of one step": blocks
             * (4 * precision.compute * (D + dims.intermediate_size) + scores * 4),
