@@ -59,6 +59,13 @@ def test_default_taps(layers, taps, expected):
     assert default_target_layer_ids(layers, taps) == expected
 
 
+@pytest.mark.parametrize(("layers", "taps"), [(2, 2), (3, 2), (4, 3), (5, 3)])
+def test_a_shallow_target_has_no_default_layers(layers, taps):
+    """They were the same layer twice, or in falling order."""
+    with pytest.raises(InputError, match=f"no default for {taps} taps of a target of {layers} lay"):
+        default_target_layer_ids(layers, taps)
+
+
 def test_what_is_left_out_is_the_targets(tiny_target):
     dims = DrafterDims.resolve(DrafterConfig(num_layers=1, block_size=8), tiny_target)
     config = tiny_target.config

@@ -182,11 +182,21 @@ def layer_numbers(config: Any, target: FrozenTarget, layers: int, taps: int) -> 
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
-    """Evenly spread taps, `round(1 + i (n-4) / (m-1))`, as published DFlash drafters have them."""
+    """Evenly spread taps, `round(1 + i (n-4) / (m-1))`, as published DFlash drafters have them.
+
+    Raises:
+        InputError: the target has too few layers for that.
+    """
     if num_taps == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_taps - 1)
-    return [round(1 + i * step) for i in range(num_taps)]
+    found = [round(1 + i * step) for i in range(num_taps)]
+    if found != sorted(set(found)):
+        raise InputError(
+            f"drafter.target_layer_ids has no default for {num_taps} taps of a target of "
+            f"{num_target_layers} layers; give the ids"
+        )
+    return found
 
 
 def check_target_layer_ids(layer_ids: list[int], num_target_layers: int) -> None:
