@@ -175,8 +175,10 @@ def small_options(size: str, method: str) -> list[str]:
     """What makes a recipe small, as far as the method has it."""
     if size != "small":
         return []
-    absent = ("rollout", "num_layers") if method == "eagle3" else ()
-    return [option for option in SMALL if not any(name in option for name in absent)]
+    if method != "eagle3":
+        return SMALL
+    there = [option for option in SMALL if "rollout" not in option and "num_layers" not in option]
+    return [*there, "--model.drafter.target_layer_ids=[1,2,4]"]
 
 
 def arguments(case: Case, config: Path) -> list[str]:
