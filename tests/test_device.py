@@ -34,6 +34,9 @@ from dflow_lightning.training.saved import Checkpoint, load_trained
 
 pytest_plugins = ["launch"]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+DATA = Path(__file__).parents[1] / "data"
+DRAFTER = DATA / "tiny-drafters/dflow"  # drafters and suites are looked at before a target
+SUITE = str(DATA / "tiny-qwen3/prompts/test.jsonl")
 
 
 @pytest.fixture
@@ -110,15 +113,15 @@ class LoadedError(Exception):
 
 
 def bench_of(folder: str, **options: Any) -> None:
-    bench_command(target=folder, drafter=[Path(folder)], suite=__file__, **options)
+    bench_command(target=folder, drafter=[DRAFTER], suite=SUITE, **options)
 
 
 def decode_of(folder: str, **options: Any) -> None:
-    decode_command(target=folder, drafter=Path(folder), prompt="hello", **options)
+    decode_command(target=folder, drafter=DRAFTER, prompt="hello", **options)
 
 
 def validate_export_of(folder: str, **options: Any) -> None:
-    validate_export_command(target=folder, drafter=Path(__file__).parent, suite=__file__, **options)
+    validate_export_command(target=folder, drafter=DRAFTER, suite=SUITE, **options)
 
 
 @pytest.mark.parametrize("command", [bench_of, decode_of, validate_export_of])
@@ -157,9 +160,9 @@ def test_serve_check_decodes_where_it_is_asked_to(options, count, device, gpus, 
 
     gpus(count)
     monkeypatch.setattr(FrozenTarget, "load", load)
-    here = Path(__file__)
+    python = Path(__file__)  # any file that is there
     with pytest.raises(LoadedError) as caught:
-        serve_check_command(drafter=here.parent, target="t", python=here, suite=__file__, **options)
+        serve_check_command(drafter=DRAFTER, target="t", python=python, suite=SUITE, **options)
     assert caught.value.args == (device, "float32")
 
 
@@ -243,11 +246,8 @@ def test_a_trained_module_and_its_target_go_to_the_device(
 def test_one_sentence_and_status_2(command, options, expected, gpus, monkeypatch, capsys):
     gpus(0)
     monkeypatch.setattr(FrozenTarget, "load", lambda *_, **__: pytest.fail("loaded"))
-    asked = ["--prompt", "hello"] if command == "decode" else ["--suite", __file__]
-    assert (
-        main([command, "--target", "t", "--drafter", str(Path(__file__).parent), *asked, *options])
-        == 2
-    )
+    asked = ["--prompt", "hello"] if command == "decode" else ["--suite", SUITE]
+    assert main([command, "--target", "t", "--drafter", str(DRAFTER), *asked, *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert expected in line
