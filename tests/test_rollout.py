@@ -289,9 +289,10 @@ def test_no_rounds_leave_the_step_to_the_module(step):
 
 
 @torch.no_grad()
-def test_a_rollout_leaves_the_clean_features_as_they_are(step):
+def test_a_rollout_leaves_the_clean_features_as_they_are(step, monkeypatch):
     """Blocks are written behind the text in the cache, so a second rollout gives the same."""
     module, batch = step
+    monkeypatch.setattr(module, "num_anchors", 20)
     config = RolloutConfig(num_rounds=ROUNDS, num_anchors=14)
     inputs = module.begin_step(batch, extra_slots=config.slots(K))
     module.rollout(config).extend(inputs)
