@@ -1,5 +1,7 @@
 """Fixtures of the whole suite."""
 
+import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +38,20 @@ def traced(request, monkeypatch) -> None:
     """
     if not request.config.getoption("--codegen"):
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.fixture(autouse=True)
+def group_of_one_test() -> Iterator[None]:
+    """No test sees the process group of another: with one, Lightning takes a run for distributed.
+
+    DeepSpeed remembers the first group of a process, and is made to forget it.
+    """
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        if (deepspeed := sys.modules.get("deepspeed")) is not None:
+            deepspeed.comm.comm.cdb = None
+            deepspeed.utils.groups._WORLD_GROUP = deepspeed.utils.groups.mesh_device = None
 
 
 @pytest.fixture(scope="session")

@@ -405,10 +405,16 @@ def test_a_damaged_export_is_named(exported, tiny_target, tmp_path, changes, sen
         ({"step_decay": 0.0}, "model.step_decay is 0.0"),
         ({"step_decay": 1.5}, "model.step_decay is 1.5"),
         ({"num_anchors": 0}, "model.num_anchors is 0"),
-        ({"drafter": Eagle3Config(block_size=1)}, "drafter.block_size is 1"),
+        (
+            {"drafter": Eagle3Config(target_layer_ids=[0, 1, 2], block_size=1)},
+            "drafter.block_size is 1",
+        ),
         ({"drafter": Eagle3Config(target_layer_ids=[0, 3])}, "drafter.target_layer_ids holds 3"),
         ({"drafter": Eagle3Config(target_layer_ids=[0, 0])}, "none twice"),
-        ({"drafter": Eagle3Config(num_attention_heads=3)}, "drafter.num_attention_heads is 3"),
+        (
+            {"drafter": Eagle3Config(target_layer_ids=[0, 1, 2], num_attention_heads=3)},
+            "drafter.num_attention_heads is 3",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(tiny_target_dir, options, sentence):

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -198,8 +199,8 @@ def test_page(tmp_path):
     write_page(tmp_path / "o.html", records, {"a/re<lay>": "re<lay>"})
     page = Page(tmp_path / "o.html")
     assert page.open == []
-    assert page.loads == ["o_files/overlap-re<lay>.png"]
-    assert (tmp_path / page.loads[0]).read_bytes().startswith(b"\x89PNG")
+    assert page.loads == ["o_files/overlap-re%3Clay%3E.png"]
+    assert (tmp_path / unquote(page.loads[0])).read_bytes().startswith(b"\x89PNG")
     assert "+2.00 ± 0.00 (60)" in page.text
     assert "re<lay>: what the relay gains" in page.text
 
